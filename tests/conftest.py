@@ -13,6 +13,8 @@ import shutil
 import signal
 import sys
 import tempfile
+import time
+import types
 import zlib
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -152,6 +154,61 @@ def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log) if config.getvalue("dist") == "load" else None
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clocks of `time` in this process stand still: `clock.now` and `time.sleep` put them forward."""
+    clock = types.SimpleNamespace(now=1000.0)
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    for name in ("time", "monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: clock.now)
+    monkeypatch.setattr(time, "sleep", clock.sleep)
+    return clock
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """This process looks like the kernel of a notebook."""
+    shell = types.SimpleNamespace(kernel="ipykernel")
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
+
+
+@pytest.fixture
+def at_sync(monkeypatch):
+    """A disk that does something else: `at_sync(f)` calls `f(path)` before a file of arrays is synced."""
+    fsync = os.fsync
+
+    def replace(f):
+        def before_sync(fd):
+            path = Path(os.readlink(f"/proc/self/fd/{fd}"))
+            if ".safetensors" in path.name:
+                f(path)
+            fsync(fd)
+
+        monkeypatch.setattr(os, "fsync", before_sync)
+
+    return replace
+
+
+@pytest.fixture
+def start_processes(tmp_path):
+    """`processes.start` in folders of their own; whatever it started is ended afterwards."""
+    from tests import processes
+
+    started = []
+
+    def start(*what, **given):
+        folder = tmp_path / f"out {len(started)}"
+        folder.mkdir()
+        new = processes.start(folder, *what, **given)
+        started.extend(new)
+        return new
+
+    yield start
+    for one in started:
+        one.process.kill()
+        one.process.wait()
 
 
 @pytest.fixture(scope="session")

@@ -6,12 +6,16 @@ import importlib
 import itertools
 import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.monitoring
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tsunax.errors import CheckpointError
 
 
 @dataclasses.dataclass(eq=False)
@@ -160,6 +164,19 @@ def assert_trees_close(a, b, rtol, atol) -> None:
     _compare(a, b, close)
 
 
+def relative(a, b):
+    """The distance of two trees, as a share of the second one, in float64."""
+    wide = lambda tree: np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
+    return np.linalg.norm(wide(a) - wide(b)) / np.linalg.norm(wide(b))
+
+
+def error_of(f, kind=CheckpointError) -> str:
+    """The text of the error that `f` raises."""
+    with pytest.raises(kind) as caught:
+        f()
+    return str(caught.value)
+
+
 def medium_if(is_medium, cases):
     """The cases of a parametrization, some of them marked `medium`.
 
@@ -182,6 +199,15 @@ def covering_array(*factors, is_possible=lambda *row: True):
         chosen.append(max(rows, key=lambda row: len(pairs_of(row) & missing)))
         missing -= pairs_of(chosen[-1])
     return chosen
+
+
+def run_python(*arguments, folder=None, timeout=300, **variables) -> subprocess.CompletedProcess:
+    """Run Python with one device, as a user has, and without the settings of the tests."""
+    kept = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+    root = str(Path(__file__).resolve().parents[1])
+    environment = {**kept, "PYTHONPATH": root, **variables}
+    command = [sys.executable, *map(str, arguments)]
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout)
 
 
 def need(name: str):

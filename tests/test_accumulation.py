@@ -10,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if, relative
 from tsunax.errors import HyperparameterError, LossError, RuleError, StateError, TsunaxError, WrongTypeError
 from tsunax.rules.optimizers import CONTRIB, OPTAX
 
@@ -62,11 +62,6 @@ def exact(params, batch):
     slope *= (weights / weights.sum())[:, None]
     grads = {"body": x.T @ (slope @ v.T * (1 - hidden**2)), "head": hidden.T @ slope}
     return -(np.log(p[rows, batch["y"]]) * weights).sum() / weights.sum(), grads
-
-
-def relative(a, b):
-    wide = lambda tree: np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
-    return np.linalg.norm(wide(a) - wide(b)) / np.linalg.norm(wide(b))
 
 
 # --------------------------------------------------------------------------------------------------- within a step

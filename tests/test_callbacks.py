@@ -6,7 +6,6 @@ What is expected is counted by hand or by a few lines of plain Python; the state
 import dataclasses
 import json
 import math
-import types
 from typing import Any
 
 import jax.numpy as jnp
@@ -287,15 +286,6 @@ def test_patience_counts_each_step_once(resuming):
     assert run.stops[0] == (5, "is_low was true 3 times in a row")
 
 
-class Clock:
-    """time.time and time.monotonic of a module, moved by hand."""
-
-    def __init__(self, monkeypatch):
-        self.now = 1000.0
-        clock = types.SimpleNamespace(time=lambda: self.now, monotonic=lambda: self.now)
-        monkeypatch.setattr(callbacks, "time", clock)
-
-
 # Boundaries at these seconds; Flux's own would call at the same ones, with a timer instead of the next boundary.
 TICKS = [0, 1, 2, 3, 5, 11, 12, 30, 31, 45]
 
@@ -310,8 +300,8 @@ TICKS = [0, 1, 2, 3, 5, 11, 12, 30, 31, 45]
         (dict(leading=False, trailing=True), [11, 30, 45]),
     ],
 )
-def test_throttle(monkeypatch, resuming, arguments, calls):
-    clock, seen, run = Clock(monkeypatch), [], Run()
+def test_throttle(clock, resuming, arguments, calls):
+    seen, run = [], Run()
     for second in TICKS:
         clock.now = 1000.0 + second
         run = run.resumed() if resuming else run
@@ -319,8 +309,8 @@ def test_throttle(monkeypatch, resuming, arguments, calls):
     assert seen == calls
 
 
-def test_throttle_makes_up_at_the_end(monkeypatch):
-    clock, seen, run = Clock(monkeypatch), [], Run()
+def test_throttle_makes_up_at_the_end(clock):
+    seen, run = [], Run()
     callback = throttle(lambda run: seen.append(run.event), 10, trailing=True)
     run.visit(callback, "log", "end")
     assert seen == ["log"]  # the end itself is a boundary that came too early, and there is no later one
@@ -332,8 +322,8 @@ def test_throttle_makes_up_at_the_end(monkeypatch):
     assert seen == ["log", "end", "log"]
 
 
-def test_time_limit_counts_over_resumes_but_not_the_time_between(monkeypatch):
-    clock, run, callback = Clock(monkeypatch), Run(), time_limit(10)
+def test_time_limit_counts_over_resumes_but_not_the_time_between(clock):
+    run, callback = Run(), time_limit(10)
     for _ in range(3):  # 4 s each
         run.visit(callback, "start")
         for _ in range(4):

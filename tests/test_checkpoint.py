@@ -12,11 +12,11 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
-import types
 import warnings
 from pathlib import Path
 
@@ -29,8 +29,8 @@ import pytest
 import tsunax as ts
 from campaigns import manifests, training_run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.helpers import assert_trees_equal, need
-from tsunax._core import cadence, durable_files
+from tests.helpers import assert_trees_equal, error_of, need
+from tsunax._core import durable_files
 from tsunax.checkpoints import _background, _blocks, _home, _matching, _safetensors, checksums, leaves, saving
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints.saving import Best, Checkpoints
@@ -260,9 +260,9 @@ def test_a_whole_training_state_goes_on_to_the_last_bit(tmp_path):
     assert_trees_equal(updated(found), updated(state))
 
 
-def test_what_is_saved_is_the_state_at_the_call_whatever_happens_to_it(tmp_path, monkeypatch):
-    go, write = threading.Event(), _blocks.write_arrays
-    monkeypatch.setattr(_blocks, "write_arrays", lambda *a: (go.wait(20), write(*a)))
+def test_what_is_saved_is_the_state_at_the_call_whatever_happens_to_it(tmp_path, at_sync):
+    go = threading.Event()
+    at_sync(lambda path: go.wait(20))
     array = np.ones(3)
     state = {"w": jnp.ones(3), "n": array}
     with Checkpoints(tmp_path) as checkpoints:
@@ -658,12 +658,6 @@ def test_trees_that_differ_in_their_containers_are_refused(tmp_path):
 # ------------------------------------------------------------------------------------------------- the inputs' errors
 
 
-def error_of(f, kind=CheckpointError) -> str:
-    with pytest.raises(kind) as told:
-        f()
-    return str(told.value)
-
-
 def test_paths(tmp_path, monkeypatch):
     file = tmp_path / "model.pt"
     file.write_bytes(b"\x80\x04")
@@ -709,17 +703,15 @@ def test_settings(tmp_path):
     assert not Checkpoints(tmp_path).due(3)
 
 
-def test_a_duration_is_due_once_it_has_passed_since_the_last_save(tmp_path, monkeypatch):
-    clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(cadence, "time", clock)
+def test_a_duration_is_due_once_it_has_passed_since_the_last_save(tmp_path, clock):
     with Checkpoints(tmp_path, every=(5, "epoch", "10 minutes")) as checkpoints:
-        clock.now = 599.0
+        clock.now += 599
         assert [i for i in range(7) if checkpoints.due(i)] == [5]
-        clock.now = 600.0
+        clock.now += 1
         assert [i for i in range(4) if checkpoints.due(i)] == [1, 2, 3]
         checkpoints.save(make(), step=3)
         assert not checkpoints.due(4)
-        clock.now = 1200.0
+        clock.now += 600
         assert checkpoints.due(4)
     with Checkpoints(tmp_path, every="2 epochs") as checkpoints:
         assert error_of(lambda: checkpoints.due(4), HyperparameterError) == (
@@ -1071,16 +1063,11 @@ def test_what_is_kept(tmp_path):
     assert kept(tmp_path / "f", [7], {7: 4.0}, keep_last=1, keep_best=Best("loss", k=2, mode="max")) == [6, 7]
 
 
-def test_an_old_one_goes_only_when_the_newer_reads_back_as_it_was(tmp_path, monkeypatch):
-    write = _blocks.write_arrays
-
-    def spoiled(path, arrays):
-        write(path, {name: array + 1 for name, array in arrays.items()})
-
+def test_an_old_one_goes_only_when_the_newer_reads_back_as_it_was(tmp_path, at_sync, monkeypatch):
     checkpoints = Checkpoints(tmp_path, keep_last=1)
     checkpoints.save({"w": jnp.ones(3)}, step=1)
     checkpoints.wait()
-    monkeypatch.setattr(_blocks, "write_arrays", spoiled)
+    at_sync(lambda path: path.write_bytes(path.read_bytes()[:-1] + b"\1"))
     checkpoints.save({"w": jnp.ones(3)}, step=2)
     with pytest.raises(SaveError, match=r"save of step 2 at .*2: got state\['w'\]: other bytes than were saved"):
         checkpoints.wait()
@@ -1136,7 +1123,7 @@ def full_disk(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_failed_save_is_told_by_the_next_call(tmp_path, monkeypatch):
+def test_a_failed_save_is_told_by_the_next_call(tmp_path, at_sync, monkeypatch):
     state = make()
     save(tmp_path, state)
     expected = (
@@ -1144,7 +1131,7 @@ def test_a_failed_save_is_told_by_the_next_call(tmp_path, monkeypatch):
         "expected a finished save. Earlier checkpoints are as they were."
     )
     for call in ("save", "wait", "close", "restore"):
-        monkeypatch.setattr(_blocks, "write_arrays", full_disk)
+        at_sync(full_disk)
         checkpoints = Checkpoints(tmp_path)
         checkpoints.save(updated(state))
         checkpoints._job.completion.wait(20)
@@ -1159,8 +1146,8 @@ def test_a_failed_save_is_told_by_the_next_call(tmp_path, monkeypatch):
             checkpoints.close()
 
 
-def test_leaving_a_with_block_never_hides_a_lost_save(tmp_path, monkeypatch):
-    monkeypatch.setattr(_blocks, "write_arrays", full_disk)
+def test_leaving_a_with_block_never_hides_a_lost_save(tmp_path, at_sync):
+    at_sync(full_disk)
     with pytest.raises(SaveError), Checkpoints(tmp_path) as checkpoints:
         checkpoints.save(make())
     with pytest.raises(KeyError) as told, Checkpoints(tmp_path) as checkpoints:
@@ -1169,9 +1156,9 @@ def test_leaving_a_with_block_never_hides_a_lost_save(tmp_path, monkeypatch):
     assert "save of step 0" in told.value.__notes__[0]
 
 
-def test_a_save_that_hangs_is_given_up(tmp_path, monkeypatch):
+def test_a_save_that_hangs_is_given_up(tmp_path, at_sync):
     go = threading.Event()
-    monkeypatch.setattr(_blocks, "write_arrays", lambda *_: go.wait(30) and full_disk())
+    at_sync(lambda _: go.wait(30) and full_disk())
     checkpoints = Checkpoints(tmp_path, timeout=0.05)
     checkpoints.save(make())
     start = time.monotonic()
@@ -1187,13 +1174,9 @@ def test_a_save_that_hangs_is_given_up(tmp_path, monkeypatch):
         checkpoints.close()
 
 
-def test_fit_does_not_let_go_of_signals_before_its_last_save_is_written(tmp_path, monkeypatch):
-    import signal
-
-    seen, write = [], _blocks.write_arrays
-    monkeypatch.setattr(
-        _blocks, "write_arrays", lambda *a: (time.sleep(0.05), seen.append(signal.getsignal(signal.SIGTERM)), write(*a))
-    )
+def test_fit_does_not_let_go_of_signals_before_its_last_save_is_written(tmp_path, at_sync):
+    seen = []
+    at_sync(lambda path: (time.sleep(0.05), seen.append(signal.getsignal(signal.SIGTERM))))
     step = ts.train_step(lambda params, x: jnp.mean((x.mean(0) - params["w"]) ** 2))
     data = ts.batches(np.full((8, 2), 3.0, np.float32), 4)
     ts.fit(step, ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)}), data, steps=3, checkpoint=tmp_path, progress=False)
@@ -1201,17 +1184,9 @@ def test_fit_does_not_let_go_of_signals_before_its_last_save_is_written(tmp_path
 
 
 @pytest.mark.medium
-def test_a_second_sigterm_does_not_cut_the_save_short(tmp_path, monkeypatch):
-    import signal
-
-    again, write = [], _blocks.write_arrays
-
-    def slowly(*arguments):
-        again.append(os.kill(os.getpid(), signal.SIGTERM))
-        time.sleep(0.2)
-        write(*arguments)
-
-    monkeypatch.setattr(_blocks, "write_arrays", slowly)
+def test_a_second_sigterm_does_not_cut_the_save_short(tmp_path, at_sync):
+    again = []
+    at_sync(lambda path: (again.append(os.kill(os.getpid(), signal.SIGTERM)), time.sleep(0.2)))
     stop = ts.callbacks.every(3, lambda run: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(SystemExit) as ended:
         ts.fit(STEP, make(), data(), steps=10**6, checkpoint=tmp_path, callbacks=[stop], progress=False)
@@ -1268,9 +1243,9 @@ def test_the_lock_is_kept_from_those_who_delete_what_is_old(tmp_path):
         assert time.time() - os.stat(tmp_path / "tsunax.lock").st_mtime < 60
 
 
-def test_a_save_that_was_given_up_never_appears_after_the_lock_has_gone(tmp_path, monkeypatch):
-    go, write = threading.Event(), _blocks.write_arrays
-    monkeypatch.setattr(_blocks, "write_arrays", lambda *a: (go.wait(30), write(*a)))
+def test_a_save_that_was_given_up_never_appears_after_the_lock_has_gone(tmp_path, at_sync):
+    go = threading.Event()
+    at_sync(lambda path: go.wait(30))
     checkpoints = Checkpoints(tmp_path, timeout=1.0)
     checkpoints.save(make())
     job = checkpoints._job
@@ -1313,14 +1288,13 @@ PROGRAM = """
 import os, sys, time, signal
 import jax.numpy as jnp
 from tsunax.checkpoints.saving import Checkpoints
-from tsunax.checkpoints import _blocks as _store
 path, what = sys.argv[1:]
-if what == "full":
-    _store.write_arrays = lambda *a: (_ for _ in ()).throw(OSError(28, "No space left on device"))
-if what == "hang":
-    def hang(*a):
-        time.sleep(60)
-    _store.write_arrays = hang
+def fsync(fd, sync=os.fsync):
+    if what in ("full", "hang") and ".safetensors" in os.readlink(f"/proc/self/fd/{fd}"):
+        time.sleep(60 if what == "hang" else 0)
+        raise OSError(28, "No space left on device")
+    sync(fd)
+os.fsync = fsync
 checkpoints = Checkpoints(path, timeout=1.0 if what == "hang" else 60.0)
 checkpoints.save({"w": jnp.ones(3)}, step=1)
 if what == "fork" and os.fork() == 0:

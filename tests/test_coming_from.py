@@ -1,8 +1,6 @@
 """The page for those who come from other systems: what it names exists, and what they had is tested or answered there.
 
-`test_pages_do_what_they_print` runs its blocks. Here every feature of Flux, Optimisers.jl, ParameterSchedulers.jl,
-Lightning and Ray Train that has to do with rules, clipping, hyperparameters, schedules, modes, stopping and losses is a
-row, with the tests that cover it or the row of the page that says what to do instead.
+`test_pages_do_what_they_print` runs its blocks, and `test_docs.py` looks for the tests of each feature.
 """
 
 import ast
@@ -37,152 +35,11 @@ NAMED = {
     "step": ts.program.TrainStep,
 }
 
-# `test_x::test_y` is a test of tests/test_x.py, anything else the first cell of a row of the page, or a part of it.
-RULES_AND_CHAINS = {
-    "OptimiserChain": (
-        "test_parity::test_optimisers_rule[OptimiserChain: clip, then decay] "
-        "test_parity::test_optimisers_rule[OptimiserChain: decay, then clip] "
-        "test_parity::test_an_empty_chain_is_the_identity"
-    ),
-    "WeightDecay": (
-        "test_parity::test_optimisers_rule[WeightDecay] "
-        "test_parity::test_decay_first_is_a_penalty_in_the_loss "
-        "test_parity::test_where_decay_and_penalty_stop_agreeing "
-        "test_regularize::test_decay_of_a_leaf_without_gradient"
-    ),
-    "SignDecay": (
-        "test_parity::test_optimisers_rule[SignDecay] test_parity::test_optimisers_rule[SignDecay with WeightDecay]"
-    ),
-    "AdamW, coupled and not": (
-        "test_parity::test_optimisers_rule[AdamW couple=true] "
-        "test_parity::test_optimisers_rule[AdamW couple=false] "
-        "test_parity::test_adamw_without_couple_does_not_follow_the_rate"
-    ),
-    "the built-in rules": ("test_parity::test_optimisers_rule test_parity::test_every_rule_of_ours_has_a_row"),
-    "writing a new rule": "`init`, `apply!` of your own rule",
-    "a penalty in the loss": (
-        "test_regularize::test_a_penalty_in_the_loss_is_decay_first_in_the_chain "
-        "test_regularize::test_where_they_stop_agreeing "
-        "test_regularize::test_an_array_at_two_paths_counts_once"
-    ),
-}
-CLIPPING = {
-    "ClipGrad": ("test_parity::test_optimisers_rule[ClipGrad] test_rules::test_clip_value_clamps_and_keeps_nan"),
-    "ClipNorm": (
-        "test_parity::test_optimisers_rule[ClipNorm] "
-        "test_parity::test_clip_per_array_and_globally[p=inf] "
-        "test_rules::test_clip_array_norm_scales_each_array_to_its_p_norm "
-        "test_rules::test_clip_array_norm_rejects_a_step_whose_norm_overflows_and_says_which"
-    ),
-    "gradient_clip_val": (
-        "test_parity::test_clip_per_array_and_globally[global] "
-        "test_rules::test_clipping_inside_of_groups_is_by_the_norm_of_all "
-        "test_hyper::test_a_global_clip_is_over_what_is_not_frozen "
-        "test_precision::test_clipping_and_norms_see_unscaled_gradients"
-    ),
-    "gradient_clip_algorithm": '`gradient_clip_algorithm="value"`',
-    "what is not finite": "test_parity::test_a_clip_does_not_hide_what_is_not_finite",
-}
-HYPERPARAMETERS = {
-    "adjust!(state, eta)": (
-        "test_hyper::test_the_whole_tree_and_subtrees_move_by_their_rates test_hyper::test_moments_are_kept"
-    ),
-    "adjust!(state; names)": (
-        "test_hyper::test_names_that_are_not_there_are_refused_with_those_that_are "
-        "test_hyper::test_every_number_has_one_flat_name"
-    ),
-    "adjust! on a subtree": (
-        "test_hyper::test_a_cut_subtree_has_names_of_its_own "
-        "test_hyper::test_a_hundred_adjusts_compile_no_step_and_a_cut_compiles_one"
-    ),
-    "adjust and bias correction": "test_parity::test_adam_and_a_b1_that_changes",
-    "momentum and a new rate": "test_parity::test_momentum_and_a_rate_that_changes",
-    "the rate as a traced value": (
-        "test_hyper::test_whatever_kind_of_number_is_given_it_is_the_same_and_compiles_nothing "
-        "test_hyper::test_footgun_17_overriding_a_schedule_is_not_ignored "
-        "test_rules::test_footgun_14_bfloat16_params_do_not_turn_b2_into_one"
-    ),
-    "a negative rate": "a negative η",
-}
-FROM_JULIA = "test_schedules::test_the_schedules_of_parameter_schedulers"
-SCHEDULES = {
-    **{name: f"{FROM_JULIA}[{name}]" for name in ("Constant", "Exp", "Poly", "Inv", "Triangle", "Sequence", "Loop")},
-    **{name: f"{FROM_JULIA}[{name}]" for name in ("Interpolator", "Shifted", "ComposedSchedule", "OneCycle")},
-    "Step": f"{FROM_JULIA}[Step] {FROM_JULIA}[Step, lengths]",
-    "TriangleDecay2, TriangleExp": f"{FROM_JULIA}[TriangleDecay2] {FROM_JULIA}[TriangleExp]",
-    "Sin, SinDecay2, SinExp": f"{FROM_JULIA}[Sin] {FROM_JULIA}[SinDecay2] {FROM_JULIA}[SinExp]",
-    "CosAnneal": f"{FROM_JULIA}[CosAnneal] {FROM_JULIA}[CosAnneal, once]",
-    "Shortened": "`Shortened(s, n)`",
-    "reverse, symmetric": f"{FROM_JULIA}[reverse] {FROM_JULIA}[symmetric]",
-    "zip and adjust!": "`for (η, epoch) in zip(s, 1:100)`, `adjust!`",
-    "Stateful, next!, reset!": "`Stateful(s)`, `next!`, `reset!`",
-    "Stateful(advance=plateau)": "test_step::test_reduce_on_plateau_sees_the_loss",
-    "Scheduler": (
-        "test_schedules::test_read_held_and_given_back test_schedules::test_a_live_schedule_trains_as_optax_does"
-    ),
-    "the unit of the clock": (
-        "test_accumulation::test_schedules_and_averages_wait_for_the_window "
-        "test_step::test_a_rejected_step_changes_nothing_but_the_tally "
-        "test_schedules::test_an_epoch_schedule_driven_by_steps"
-    ),
-}
-RUNS_MODES_AND_STOPPING = {
-    "enable_reproducibility": "`enable_reproducibility(seed)`",
-    "seed_everything": "`seed_everything(seed)`",
-    "the sampler's epoch": "`sampler.set_epoch(epoch)`",
-    "conversion to a trainable": "`to_tune_trainable`, `Tuner(...).fit()`",
-    "report": "`report(metrics)`",
-    "dataset shards": "`get_dataset_shard`, `iter_torch_batches`",
-    "Dropout": (
-        "test_modes::test_train_mode_drops_and_moves_the_statistics "
-        "test_modes::test_nothing_and_everything_dropped "
-        "test_modes::test_a_key_given_to_an_evaluation_is_monte_carlo_dropout"
-    ),
-    "trainmode!, testmode!": (
-        "test_modes::test_eval_mode_drops_nothing_and_leaves_the_state_as_it_is "
-        "test_modes::test_both_modes_are_compiled_once_and_do_not_disturb_each_other "
-        "test_modes::test_a_single_layer_in_eval_mode"
-    ),
-    "patience": "`patience(predicate, n)`",
-    "early_stopping": "`early_stopping(f, n)`, `plateau(f, n)`",
-    "plateau": "`early_stopping(f, n)`, `plateau(f, n)`",
-    "throttle": "`throttle(f, seconds)`",
-    "Lightning's EarlyStopping": "`EarlyStopping(patience=3)`",
-}
 OF_FLUX = (
     "mse mae msle huber_loss crossentropy logitcrossentropy binarycrossentropy logitbinarycrossentropy kldivergence "
     "poisson_loss hinge_loss squared_hinge_loss dice_coeff_loss tversky_loss binary_focal_loss focal_loss "
     "siamese_contrastive_loss label_smoothing ctc_loss"
 ).split()
-LOSSES = {name: f"test_losses::test_flux_{name}" for name in OF_FLUX}
-IN_NUMPY = "test_parity::test_optimisers_rule"
-OPTIMISERS = {
-    **{name: f"{IN_NUMPY}[{name}]" for name in ("Descent", "Nesterov", "Adam", "AdaMax", "NAdam", "RAdam", "OAdam")},
-    **{name: f"{IN_NUMPY}[{name}]" for name in ("AdaGrad", "AdaDelta", "AMSGrad", "AdaBelief", "AdamW")},
-    "Momentum": f"{IN_NUMPY}[Momentum] test_parity::test_momentum_and_a_rate_that_changes",
-    "RMSProp": f"{IN_NUMPY}[RMSProp] {IN_NUMPY}[RMSProp centred]",
-    "Rprop": f"{IN_NUMPY}[Rprop] test_parity::test_rprop_reads_its_rate_at_setup_only",
-    "Lion": f"{IN_NUMPY}[Lion] {IN_NUMPY}[Lion as Julia runs it]",
-    "all": (
-        "test_parity::test_the_namesake_computes_something_else "
-        "test_parity::test_the_count_is_shared_and_goes_on "
-        "test_parity::test_it_keeps_the_dtype_of_the_params "
-        "test_parity::test_float16_wants_an_epsilon_that_it_can_hold"
-    ),
-}
-FEATURES = [
-    (title, feature, evidence)
-    for title, rows in {
-        "rules": RULES_AND_CHAINS,
-        "clipping": CLIPPING,
-        "hyperparameters": HYPERPARAMETERS,
-        "schedules": SCHEDULES,
-        "runs": RUNS_MODES_AND_STOPPING,
-        "losses": LOSSES,
-        "optimisers": OPTIMISERS,
-    }.items()
-    for feature, evidence in rows.items()
-]
 
 
 def table_rows(page: str) -> list[list[str]]:
@@ -215,34 +72,26 @@ def exists(name: str) -> bool:
     return public is None or rest.split(".")[0] in public
 
 
-def _tests_and_texts() -> dict[str, tuple[set[str], set[str]]]:
-    """Of each test file, the names of its tests, and its strings: among them the ids that it gives."""
-    found = {}
-    for path in TESTS.glob("test_*.py"):
-        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
-        tests = {n.name for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")}
-        found[path.stem] = tests, {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
-    return found
-
-
-FILES = _tests_and_texts()
+@functools.cache
+def names_and_texts(file: str) -> tuple[set[str], set[str]]:
+    """The names of the tests of a file, and its strings: among them the ids that it gives."""
+    path = TESTS / f"{file}.py"
+    nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8")))) if path.exists() else []
+    tests = {n.name for n in nodes if isinstance(n, ast.FunctionDef) and n.name.startswith("test_")}
+    return tests, {n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)}
 
 
 def problem_with(evidence: str) -> str | None:
+    """What is wrong with the `test_x::test_y[id]` of a text, or with the first cell of a row of the page."""
     nodes = re.findall(r"(test_\w+)::(\w+)(?:\[([^\]]*)\])?", evidence)
     if not nodes:
         rows = [row for row in table_rows(PAGE) if evidence in row[0]]
         return None if len(rows) == 1 and rows[0][1] else f"{len(rows)} rows of the page for {evidence}"
     for file, test, param in nodes:
-        tests, texts = FILES.get(file, (set(), set()))
+        tests, texts = names_and_texts(file)
         if test not in tests or (param and param not in texts):
             return f"no test {file}::{test}[{param}]"
     return None
-
-
-@pytest.mark.parametrize("evidence", [e for *_, e in FEATURES], ids=[f"{title}-{name}" for title, name, _ in FEATURES])
-def test_every_feature_has_a_test_or_a_row(evidence):
-    assert problem_with(evidence) is None
 
 
 def test_what_is_missing_is_found():
@@ -849,7 +698,9 @@ BOTH_SIDES = {
     "`prepare_model`, `prepare_data_loader`": "test_sharding::test_the_numbers_of_one_device",
     "`tune.uniform(0, 1)`, `tune.randint(1, 4)`, `TuneConfig(num_samples=12)`": spaces,
     "`Flux.setup(rule, model)`": "test_state::test_is_the_optimizer_state_that_of_plain_optax",
-    "`Flux.update!(opt_state, model, grads)`": RULES_AND_CHAINS["the built-in rules"],
+    "`Flux.update!(opt_state, model, grads)`": (
+        "test_parity::test_optimisers_rule test_parity::test_every_rule_of_ours_has_a_row"
+    ),
     "`gradient`, `withgradient`": auxiliary,
     "`return my_loss(result, label), result`, inside `withgradient`": with_result,
     "`fmap(f, model)`, `fmap(model, grads)`": mapped,
@@ -860,14 +711,35 @@ BOTH_SIDES = {
     "`DataLoader(...) \\|> gpu`, `mapobs`, `CuIterator`": moved,
     "`gpu`, `cpu`": moved,
     "`cu(x)`, `fmap(cu, model)`, `model \\|> device`": moved,
-    "`OptimiserChain(a, b)`": RULES_AND_CHAINS["OptimiserChain"],
-    "`WeightDecay(λ)`, `SignDecay(λ)`": f"{RULES_AND_CHAINS['WeightDecay']} {RULES_AND_CHAINS['SignDecay']}",
-    "`AdamW(η, β, λ; couple)`": RULES_AND_CHAINS["AdamW, coupled and not"],
-    "`Descent`, `Momentum`, `Adam` and all other rules": RULES_AND_CHAINS["the built-in rules"],
+    "`OptimiserChain(a, b)`": (
+        "test_parity::test_optimisers_rule[OptimiserChain: clip, then decay] "
+        "test_parity::test_optimisers_rule[OptimiserChain: decay, then clip] "
+        "test_parity::test_an_empty_chain_is_the_identity"
+    ),
+    "`WeightDecay(λ)`, `SignDecay(λ)`": (
+        "test_parity::test_optimisers_rule[WeightDecay] test_parity::test_optimisers_rule[SignDecay with WeightDecay]"
+    ),
+    "`AdamW(η, β, λ; couple)`": (
+        "test_parity::test_optimisers_rule[AdamW couple=true] "
+        "test_parity::test_optimisers_rule[AdamW couple=false] "
+        "test_parity::test_adamw_without_couple_does_not_follow_the_rate"
+    ),
+    "`Descent`, `Momentum`, `Adam` and all other rules": (
+        "test_parity::test_optimisers_rule test_parity::test_every_rule_of_ours_has_a_row"
+    ),
     "`init`, `apply!` of your own rule": "test_rules::test_a_partial_factory_is_its_function_with_other_defaults",
-    "a penalty over `Flux.trainables(m)`": RULES_AND_CHAINS["a penalty in the loss"],
-    "`ClipGrad(δ)`": CLIPPING["ClipGrad"],
-    "`ClipNorm(ω, p; throw)`": CLIPPING["ClipNorm"],
+    "a penalty over `Flux.trainables(m)`": (
+        "test_regularize::test_a_penalty_in_the_loss_is_decay_first_in_the_chain "
+        "test_regularize::test_where_they_stop_agreeing "
+        "test_regularize::test_an_array_at_two_paths_counts_once"
+    ),
+    "`ClipGrad(δ)`": "test_parity::test_optimisers_rule[ClipGrad] test_rules::test_clip_value_clamps_and_keeps_nan",
+    "`ClipNorm(ω, p; throw)`": (
+        "test_parity::test_optimisers_rule[ClipNorm] "
+        "test_parity::test_clip_per_array_and_globally[p=inf] "
+        "test_rules::test_clip_array_norm_scales_each_array_to_its_p_norm "
+        "test_rules::test_clip_array_norm_rejects_a_step_whose_norm_overflows_and_says_which"
+    ),
     "`AccumGrad(n)` in front of `a`": "test_parity::test_accum_grad_with_decay_and_descent",
     "`MixedPrecision(Float32, a)` of `bf16(model)`": (
         "test_precision::test_masters_stay_true_when_params_are_replaced_and_frozen_ones_stay"
@@ -875,11 +747,15 @@ BOTH_SIDES = {
     "`adjust!(opt_state, η)`": adjusted,
     "`adjust!(opt_state; beta=(0.8, 0.99))`": "test_hyper::test_new_betas_work_on_the_old_moments",
     "`adjust!(opt_state.layers.enc, η)`": adjusted,
-    "a new β in the middle of a run": HYPERPARAMETERS["adjust and bias correction"],
-    "a new η under `Momentum`": HYPERPARAMETERS["momentum and a new rate"],
+    "a new β in the middle of a run": "test_parity::test_adam_and_a_b1_that_changes",
+    "a new η under `Momentum`": "test_parity::test_momentum_and_a_rate_that_changes",
     "`freeze!(opt_state.layers.enc)`, `thaw!`": frozen,
     "`@layer T trainable=(weight,)`": frozen,
-    "`trainmode!`, `testmode!`, `Dropout(p)`": RUNS_MODES_AND_STOPPING["Dropout"],
+    "`trainmode!`, `testmode!`, `Dropout(p)`": (
+        "test_modes::test_train_mode_drops_and_moves_the_statistics "
+        "test_modes::test_nothing_and_everything_dropped "
+        "test_modes::test_a_key_given_to_an_evaluation_is_monte_carlo_dropout"
+    ),
     "`early_stopping(f, n)`, `plateau(f, n)`": (
         "test_callbacks::test_early_stopping test_callbacks::test_plateau_lowers_the_rate_each_time_and_stops_at_the_floor"
     ),
@@ -894,7 +770,7 @@ BOTH_SIDES = {
     ),
     "`for (η, epoch) in zip(s, 1:100)`, `adjust!`": every_epoch,
     "`Stateful(s)`, `next!`, `reset!`": begun_again,
-    "`Stateful(s; advance=plateau(...))`": SCHEDULES["Stateful(advance=plateau)"],
+    "`Stateful(s; advance=plateau(...))`": "test_step::test_reduce_on_plateau_sees_the_loss",
     "`Scheduler(AdamW, ...)`": overridden,
     "`Shortened(s, n)`": shortened,
     "batch, update or epoch as the unit": scheduled,

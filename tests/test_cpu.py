@@ -19,8 +19,8 @@ test_step.py::test_remat_changes_no_number[True]
 test_guard.py::test_injected_nan_and_inf_never_reach_a_state[float32-1]
 test_accumulation.py::test_the_rule_inside_sees_the_mean_of_its_window_and_nothing_in_between
 test_hyper.py::test_frozen_params_and_moments_keep_their_bits_and_go_on_from_them[adamw]
-test_loop.py::test_calls_and_events_change_no_bit[plain]
-test_loop.py::test_calls_and_events_change_no_bit[dropped]
+test_equivalences.py::test_an_equivalence[plain-plain-batches-calls]
+test_equivalences.py::test_an_equivalence[plain-dropped-batches-calls]
 """
 
 

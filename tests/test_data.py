@@ -733,30 +733,17 @@ def test_the_thread_ends_with_the_loop(how):
         assert not threads()
 
 
-@pytest.mark.medium
-def test_the_interpreter_exits_while_a_thread_waits():
-    code = (
-        "import itertools, numpy as np, jax\n"
-        "from tsunax import prefetch\n"
-        "it = iter(prefetch(itertools.repeat(np.ones(2)), jax.devices()[0]))\n"
-        "next(it); print('done')"
-    )
-    root = pathlib.Path(__file__).parents[1]
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+WAITING = {
+    "a thread": "itertools.repeat(np.ones(2)), jax.devices()[0]",
+    "the data": "itertools.chain([np.ones(2)], iter(threading.Event().wait, None))",
+}
 
 
 @pytest.mark.medium
-def test_the_interpreter_exits_while_the_data_wait_for_ever():
-    code = (
-        "import threading, numpy as np\n"
-        "from tsunax import prefetch\n"
-        "def stuck():\n"
-        "    yield np.ones(2)\n"
-        "    threading.Event().wait()\n"
-        "it = iter(prefetch(stuck()))\n"
-        "next(it); print('done')"
-    )
+@pytest.mark.parametrize("arguments", WAITING.values(), ids=WAITING)
+def test_the_interpreter_exits_while_something_waits(arguments):
+    code = "import itertools, threading, numpy as np, jax\nfrom tsunax import prefetch\n"
+    code += f"it = iter(prefetch({arguments}))\nnext(it); print('done')"
     root = pathlib.Path(__file__).parents[1]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=root)
     assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")

@@ -31,10 +31,8 @@ ROW = {
 
 
 @pytest.fixture
-def clock(monkeypatch):
-    """time.perf_counter of the module, moved by hand; memory that does not change."""
-    clock = types.SimpleNamespace(now=50.0)
-    monkeypatch.setattr(progress, "time", types.SimpleNamespace(perf_counter=lambda: clock.now))
+def clock(clock, monkeypatch):
+    """The clock of all tests, and memory that does not change."""
     monkeypatch.setattr(progress, "_memory", lambda: ["0.5 GiB"])
     return clock
 

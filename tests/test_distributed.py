@@ -1,6 +1,7 @@
 """Processes that meet, agree, and end together: as threads over a service of JAX, and with real processes."""
 
 import contextlib
+import functools
 import json
 import os
 import re
@@ -11,7 +12,6 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -22,15 +22,13 @@ from campaigns.lost_processes import free_port
 from jax._src import xla_bridge
 from jax._src.lib import _jax
 from tests.helpers import absent, need
+from tests.processes import ROOT, found, ready, until
 from tests.programs import processes
 from tsunax import distributed
 from tsunax._core import processes as everyone
 from tsunax.distributed import _peers, joining
 from tsunax.distributed.agreement import Agreement
 from tsunax.errors import DataError, ProcessError
-
-ROOT = Path(__file__).resolve().parents[1]
-
 
 # --- what processes say to each other, in threads over one service of JAX ---------------------
 
@@ -105,13 +103,6 @@ def group(left, service, monkeypatch):
     yield make
     monkeypatch.setattr(_peers, "PATIENCE", 0.5)
     together(len(made), lambda i: made[i].part(None if i == 0 else made[i]._store._client.shutdown))
-
-
-def until(condition, seconds=10.0):
-    deadline = time.monotonic() + seconds
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert condition()
 
 
 def test_all_hear_all(group):
@@ -542,54 +533,10 @@ def test_a_process_alone(environment):
 # --- real processes ---------------------------------------------------------------------------
 
 
-class Started:
-    """One process of several, its output in a file."""
-
-    def __init__(self, folder, index, command, variables, start):
-        self.index, self.path = index, folder / f"out{index}"
-        flags = os.environ.get("XLA_FLAGS", "").replace("device_count=8", "device_count=1")
-        env = {**os.environ, "XLA_FLAGS": flags, "TSUNAX_TEST_START": json.dumps(start), **variables}
-        with open(self.path, "wb") as out:
-            self.process = subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT)
-
-    @property
-    def text(self) -> str:
-        return self.path.read_text(errors="replace")
-
-    def wait(self, seconds=90) -> int:
-        return self.process.wait(seconds)
-
-
 @pytest.fixture
-def launch(tmp_path):
-    """A function that starts n processes of `tests.programs.processes`, all of which are ended afterwards."""
-    started = []
-
-    def run(n, *work, variables=lambda i: {}, start=None, peer_timeout=20.0, timeout=60):
-        address = f"localhost:{free_port()}"
-        for i in range(n):
-            given = {"coordinator_address": address, "num_processes": n, "process_id": i} if start is None else start
-            given = {"peer_timeout": peer_timeout, "timeout": timeout, **given}
-            command = [sys.executable, "-u", "-m", "tests.programs.processes", *map(str, work)]
-            started.append(Started(tmp_path, i, command, variables(i), given))
-            started[-1].address = address
-        return started
-
-    yield run
-    for one in started:
-        one.process.kill()
-        one.process.wait()
-
-
-def found(text: str) -> dict:
-    """What the processes printed that they found, by index."""
-    decode = json.JSONDecoder().raw_decode
-    return dict(decode(part)[0] for part in text.split("FOUND ")[1:])
-
-
-def ready(started) -> None:
-    until(lambda: all("READY" in one.text or one.process.poll() for one in started), 60)
-    assert all("READY" in one.text for one in started), [one.text for one in started]
+def launch(start_processes):
+    """A function that starts n processes of `tests.programs.processes`."""
+    return functools.partial(start_processes, "processes", peer_timeout=20.0)
 
 
 def strangers(port: int, over: threading.Event) -> None:
@@ -741,7 +688,7 @@ def test_slurm_by_its_variables(launch):
         "SLURM_STEP_NUM_NODES": "1",
         "JAX_COORDINATOR_PORT": str(port),
     }
-    started = launch(2, "losses", 24, 1, variables=variables, start={})  # with the data on the devices, too
+    started = launch(2, "losses", 24, 1, variables=variables, is_told=False)  # with the data on the devices, too
     assert [one.wait() for one in started] == [0, 0], [one.text for one in started]
     for i, one in enumerate(started):
         np.testing.assert_allclose(found(one.text)[i], processes.losses(24), rtol=1e-5)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from helpers import assert_trees_equal, need
+from helpers import assert_trees_equal, need, run_python
 from test_readme import broken_promises, promises
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,15 +28,8 @@ def example(name: str):
     return module
 
 
-def run_digits(*options: str, name: str = "digits") -> subprocess.CompletedProcess:
-    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}  # one device, as a user has
-    return subprocess.run(
-        [sys.executable, "-W", "error", ROOT / "examples" / f"{name}.py", *options],
-        env={**env, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+def run_example(*options: str, name: str = "digits"):
+    return run_python("-W", "error", ROOT / "examples" / f"{name}.py", *options)
 
 
 def accuracy_of(run: subprocess.CompletedProcess) -> float:
@@ -57,14 +50,14 @@ def test_twins_agree_to_the_last_bit():
 @pytest.mark.slow  # the fast one is in short; README's main command is seed 0
 @pytest.mark.parametrize("seed", range(5))
 def test_digits(seed):
-    run = run_digits("--seed", str(seed))
+    run = run_example("--seed", str(seed))
     assert run.returncode == 0, run.stdout + run.stderr
     assert accuracy_of(run) >= 0.98
 
 
 @pytest.mark.slow  # README's main command is the long one
 def test_digits_in_short():
-    run = run_digits("--epochs", "5", "--target", "1.1")
+    run = run_example("--epochs", "5", "--target", "1.1")
     assert accuracy_of(run) >= 0.9
     assert run.returncode and "expected at least 1.1" in run.stderr
     table = [line for line in run.stdout.splitlines() if re.match(r" +\d+ +\d.*   \w", line)]
@@ -76,7 +69,7 @@ def test_digits_in_short():
 @pytest.mark.slow
 def test_digits_by_hand():
     """The twin with a loop of its own says of every phase what the other one does, to a few digits."""
-    run, twin = run_digits(), run_digits(name="digits_by_hand")
+    run, twin = run_example(), run_example(name="digits_by_hand")
     assert accuracy_of(run) == pytest.approx(accuracy_of(twin), abs=0.006)
 
 
@@ -85,20 +78,20 @@ def test_digits_by_hand():
 
 @pytest.mark.slow
 def test_data_parallel():
-    run = run_digits(name="data_parallel")
+    run = run_example(name="data_parallel")
     assert run.returncode == 0, run.stdout + run.stderr
     assert re.search(r"fully sharded +loss 0\.0\d+ .* 173\.2 KiB on a device", run.stdout), run.stdout
 
 
 @pytest.mark.slow
 def test_batch_size():
-    run = run_digits(name="batch_size")
+    run = run_example(name="batch_size")
     assert run.returncode == 0 and float(run.stdout.split()[-1]) >= 0.95, run.stdout + run.stderr
 
 
 @pytest.mark.slow
 def test_population():
-    run = run_digits("--members", "16", name="population")
+    run = run_example("--members", "16", name="population")
     assert run.returncode == 0, run.stdout + run.stderr
     assert re.findall(r"(\d+) members", run.stdout) == ["16", "8", "4", "2"], run.stdout
 
@@ -108,14 +101,14 @@ def test_tune(tmp_path):
     """The second time all trials are in the journal."""
     need("optuna")
     options = "--trials", "24", "--directory", tmp_path
-    first, second = (run_digits(*options, name="tune") for _ in range(2))
+    first, second = (run_example(*options, name="tune") for _ in range(2))
     assert first.returncode == second.returncode == 0, first.stdout + first.stderr + second.stderr
     assert "24 trials" in first.stdout and first.stdout.splitlines()[-1] == second.stdout.splitlines()[-1]
 
 
 @pytest.mark.slow
 def test_hypergradients():
-    run = run_digits("--outer", "15", name="hypergradients")
+    run = run_example("--outer", "15", name="hypergradients")
     assert run.returncode == 0 and re.search(r"held-out loss: 1\.\d+ before, 0\.[2-5]", run.stdout), (
         run.stdout + run.stderr
     )

@@ -20,7 +20,7 @@ import pytest
 import tsunax as ts
 from campaigns import manifests
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from tests.helpers import assert_trees_equal, need
+from tests.helpers import assert_trees_equal, error_of, need
 from tsunax.checkpoints import exchange
 from tsunax.checkpoints._blocks import Pieces, stored_in
 from tsunax.checkpoints.leaves import Damaged
@@ -73,12 +73,6 @@ restore_orbax = functools.partial(exchange.restore, format="orbax")
 @jax.jit
 def updated(state):
     return ts.update(state, jax.tree.map(jnp.ones_like, ts.trainable(state)))[0]
-
-
-def error_of(f, kind=CheckpointError) -> str:
-    with pytest.raises(kind) as told:
-        f()
-    return str(told.value)
 
 
 def zeros(tree):

@@ -5,40 +5,19 @@ import functools
 import os
 import re
 import signal
-import sys
 
 import jax
 import numpy as np
 import pytest
 import tsunax as ts
-from tests.test_distributed import Started, found, free_port, ready
+from tests.processes import answers, ready
 from tsunax.distributed.agreement import outline
 
 
 @pytest.fixture
-def launch(tmp_path):
-    """A function that starts n processes of `tests.programs.fitting`, all of which are ended afterwards."""
-    started = []
-
-    def run(n, work):
-        address, folder = f"localhost:{free_port()}", tmp_path / str(n)
-        folder.mkdir()
-        given = {"coordinator_address": address, "num_processes": n, "timeout": 60}
-        command = [sys.executable, "-u", "-m", "tests.programs.fitting", work]
-        new = [Started(folder, i, command, {}, {**given, "process_id": i}) for i in range(n)]
-        started.extend(new)
-        return new
-
-    yield run
-    for one in started:
-        one.process.kill()
-        one.process.wait()
-
-
-def answers(started) -> list:
-    codes = [one.wait(240) for one in started]
-    assert codes == [0] * len(started), [one.text[-2000:] for one in started]
-    return [found(one.text)[one.index] for one in started]
+def launch(start_processes):
+    """A function that starts n processes of `tests.programs.fitting`."""
+    return functools.partial(start_processes, "fitting")
 
 
 @pytest.mark.parametrize(

@@ -1,25 +1,17 @@
 """The larger examples run, in short by default; and to their numbers, with their benchmarks, where asked for."""
 
-import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from tests.helpers import run_python
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(name: str, *options: str) -> subprocess.CompletedProcess:
-    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}  # one device, as a user has
-    return subprocess.run(
-        [sys.executable, "-W", "error", ROOT / "examples" / f"{name}.py", *options],
-        env={**env, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-    )
+def run(name: str, *options: str):
+    return run_python("-W", "error", ROOT / "examples" / f"{name}.py", *options, timeout=1800)
 
 
 def last_number(run: subprocess.CompletedProcess, pattern: str) -> float:

@@ -1,9 +1,6 @@
 """Devices: which one is meant and why, the preference and its file, and what moves between them."""
 
 import dataclasses
-import os
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 
@@ -13,7 +10,7 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tests.helpers import assert_trees_equal
+from tests.helpers import assert_trees_equal, run_python
 from tsunax._core import device_kinds
 from tsunax.devices import (
     device,
@@ -77,18 +74,6 @@ def everywhere():
     jax.config.update("jax_platforms", None)
     yield
     jax.config.update("jax_platforms", before)
-
-
-def run(source: str, folder, **env) -> subprocess.CompletedProcess:
-    kept = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
-    return subprocess.run(
-        [sys.executable, "-c", source],
-        env={**kept, "PYTHONPATH": str(ROOT), **env},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
 
 
 # ----------------------------------------------------------------------------------------------------- which one
@@ -319,7 +304,7 @@ for _ in range(200):
 print(float(whole.sum()))
 """
     others = {"JAX_PLATFORMS": "cuda", "XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    done = run(source, tmp_path, **others)
+    done = run_python("-c", source, folder=tmp_path, **others)
     assert done.returncode == 0, done.stderr
     # w stays c everywhere, and the error 16 c - 1 shrinks by 1 - 0.1 * 2/16 * 16 a step
     np.testing.assert_allclose(float(done.stdout), 16, rtol=1e-5)
@@ -414,7 +399,7 @@ def test_wrong_files(text, found):
 @pytest.mark.medium
 def test_the_preference_reaches_the_next_process(tmp_path):
     first = "import tsunax.devices.selection as h; h.prefer('gpu'); print(h._started())"
-    done = run(first, tmp_path)
+    done = run_python("-c", first, folder=tmp_path)
     assert (done.stdout, done.stderr, done.returncode) == ("False\n", "", 0)
     second = """
 import os, tsunax.devices.selection as h
@@ -422,7 +407,7 @@ h.device(verbose=True)
 os.environ["TSUNAX_DEVICE"] = "cpu"
 h.device(verbose=True)
 """
-    done = run(second, tmp_path)
+    done = run_python("-c", second, folder=tmp_path)
     why = f"gpu, preferred by {tmp_path.resolve() / '.tsunax-device'}, is not here: JAX_PLATFORMS=cpu leaves it out"
     assert done.returncode == 0 and f"UserWarning: {why}. Another device is used." in done.stderr
     said, then = done.stdout.splitlines()

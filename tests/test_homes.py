@@ -21,10 +21,10 @@ import pytest
 import safetensors.numpy
 import tsunax as ts
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.helpers import assert_trees_equal, need
-from tests.test_checkpoint import LEAVES, error_of, make, updated
+from tests.helpers import assert_trees_equal, error_of, need
+from tests.test_checkpoint import LEAVES, make, updated
 from tests.test_saving import answers, kinds, launch  # noqa: F401, a fixture
-from tsunax._core import durable_files, trees
+from tsunax._core import trees
 from tsunax.checkpoints import _background, _bucket, _bucket_home, _orbax, _orbax_home, _safetensors, leaves
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.checkpoints.saving import Checkpoints
@@ -413,23 +413,29 @@ def test_what_a_run_leaves_before_its_first_checkpoint_lets_it_start_again(tmp_p
             assert checkpoints.restore(make()).step is None
 
 
+def refusing(folder, refused, delete=shutil.rmtree):
+    """A `shutil.rmtree` that deletes nothing in the folder."""
+
+    def refuse(path, *more, **given):
+        if folder not in Path(path).parents:
+            return delete(path, *more, **given)
+        refused.append(path)
+        raise PermissionError(13, "not allowed")
+
+    return refuse
+
+
 @pytest.mark.parametrize("replaces", [False, True])
 @pytest.mark.parametrize("store", ON_A_DISK)
 def test_a_step_that_cannot_be_deleted_is_no_failed_save(tmp_path, monkeypatch, store, replaces):
     """A warning, and later saves try again, also those of the next run."""
     state, refused = make(), []
-
-    def refuse(path, *more, **given):
-        refused.append(path)
-        raise PermissionError(13, "not allowed")
-
     with Checkpoints(tmp_path, store=store, keep_last=1) as checkpoints:
         save = lambda step: checkpoints.save(state.replace(step=step))
         save(1)
         checkpoints.wait()
         with monkeypatch.context() as patch:
-            patch.setattr(durable_files, "remove", refuse)
-            patch.setattr(_orbax_home.OrbaxHome, "_remove", refuse)
+            patch.setattr(shutil, "rmtree", refusing(tmp_path, refused))
             save(step := 1 if replaces else 2)
             with pytest.warns(UserWarning, match=r"step 1 in .* could not be deleted: PermissionError"):
                 checkpoints.wait()
@@ -452,11 +458,7 @@ def test_what_cannot_be_tidied_up_keeps_no_run_from_starting(tmp_path, monkeypat
         (tmp_path / "3").mkdir()
         (tmp_path / "3.unfinished").write_text("x")
 
-    def refuse(path, *more):
-        raise PermissionError(13, "not allowed")
-
-    monkeypatch.setattr(durable_files, "remove", refuse)
-    monkeypatch.setattr(_orbax_home.OrbaxHome, "_remove", refuse)
+    monkeypatch.setattr(shutil, "rmtree", refusing(tmp_path, []))
     with Checkpoints(tmp_path) as checkpoints:
         assert checkpoints.restore(make()).step == 2
         checkpoints.save(make().replace(step=4))

@@ -32,7 +32,7 @@ from tsunax.errors import (
 )
 from tsunax.loop import fit as loud_fit
 from tsunax.loop import iterate, run_epoch, run_steps
-from tsunax.run import callbacks, chunks, feed, fitting, fused_loop, opening
+from tsunax.run import callbacks, chunks, fused_loop
 
 fit = functools.partial(loud_fit, progress=False)
 RNG = np.random.default_rng(0)
@@ -72,12 +72,16 @@ RULE = ts.rules.chain(
 STEP = ts.train_step(loss_fn)
 
 
+def fresh():
+    return ts.setup(RULE, init())
+
+
 def data(**kwargs):
     return ts.batches((X, Y), 8, **{"shuffle": True, "seed": 1, **kwargs})
 
 
-def plainly(step, state, data, steps, every=None):
-    """The loop that everyone writes; `every` is called with the state at its multiples."""
+def plainly(step, state, data, steps):
+    """The loop that everyone writes."""
     infos = []
     while len(infos) < steps:
         for batch in data:
@@ -103,66 +107,12 @@ def poisoned():
 
 
 NOISY = {"key": 3, "model_state": {"mean": jnp.zeros(())}}
-FEATURES = {  # (step, setup, data)
-    "plain": (STEP, {}, even),
-    "short batches": (STEP, {}, data),
-    "everything named": (ts.train_step(noisy), NOISY, even),
-    "micro-batches": (ts.train_step(noisy, accumulate=3), NOISY, even),
-    "remat": (ts.train_step(loss_fn, remat=True), {}, even),
-    "bfloat16": (STEP, {"precision": "bfloat16"}, even),
-    "float16": (STEP, {"precision": "float16"}, even),
-    "bfloat16 params": (STEP, {"precision": ts.precision.Policy("bfloat16", "bfloat16")}, even),
-    "average": (STEP, {"ema": 0.9}, even),
-    "rejected": (STEP, {}, poisoned),
-    "dropped": (ts.train_step(noisy, accumulate=2, on_nonfinite="drop"), NOISY, poisoned),
-    "part": (STEP, {"trainable": "out/**"}, even),
-    "window": (STEP, {"rule": ts.rules.accumulate(RULE, every=3)}, even),
-    "spikes": (STEP, {"rule": ts.rules.chain(ts.rules.reject_spikes(warmup=5), RULE)}, even),
-    "frozen": (STEP, {"freezable": True}, even),
-    "plain optax": (STEP, {"rule": optax.adam(0.01)}, even),
-}
-
-
-def prepared(name):
-    step, given, make = FEATURES[name]
-    given = {"rule": RULE, **given}
-    state = ts.setup(given.pop("rule"), init(), **given)
-    return step, ts.freeze(state, "hidden/kernel") if name == "frozen" else state, make()
-
-
-QUICK = ("plain", "dropped", "float16", "window")  # with nearly all that the others have; the rest are slow tests
-
-
-@pytest.mark.filterwarnings("ignore:step .* was rejected:RuntimeWarning")
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FEATURES])
-def test_calls_and_events_change_no_bit(name):
-    """However many steps go into a call, wherever it is cut; and the plain loop to a few ulp."""
-    step, state, batches = prepared(name)
-    calls = 19  # past the end of two epochs
-    plain, infos = plainly(step, state, batches, calls)
-    goal = int(plain.step)
-    step, state, batches = prepared(name)
-    one, history = fit(step, state, batches, steps=goal, steps_per_call=1, log_every=1)
-    loose = 4e-3 if "16" in name else 2e-6  # a rounding to 8 bits may fall to the other side
-    assert_trees_close(ts.trainable(one), ts.trainable(plain), rtol=loose, atol=loose)
-    taken = [info for info in infos if np.all(info.applied)]
-    np.testing.assert_allclose(history["loss"], [info.loss for info in taken], rtol=max(loose, 1e-5))
-    if "learning_rate" in history and name != "plain optax":
-        rates = [info.hyperparams["learning_rate"] for info in taken]
-        np.testing.assert_allclose(history["learning_rate"], rates, rtol=1e-6)
-    # in calls of five, with an event after every second step, in three runs that begin in the middle of an epoch
-    step, state, batches = prepared(name)
-    for until in (goal // 3, goal // 2, goal):
-        options = {"steps_per_call": 5, "callbacks": callbacks.every(2, lambda run: None), "log_every": 1}
-        state, rows = fit(step, state, batches, steps=until, **options)
-    assert_trees_equal(state, one)
-    np.testing.assert_array_equal(rows["loss"], history["loss"][-len(rows) :])
 
 
 def test_the_buffer_and_the_clock_on_the_wall_change_no_bit():
-    expected, history = fit(STEP, ts.setup(RULE, init()), data(), steps=19, steps_per_call=1, log_every=1)
+    expected, history = fit(STEP, fresh(), data(), steps=19, steps_per_call=1, log_every=1)
     for per_call in (2, 64, "auto"):
-        found, rows = fit(STEP, ts.setup(RULE, init()), data(), steps=19, steps_per_call=per_call, log_every=1)
+        found, rows = fit(STEP, fresh(), data(), steps=19, steps_per_call=per_call, log_every=1)
         assert_trees_equal(found, expected)
         np.testing.assert_array_equal(rows["loss"], history["loss"])
 
@@ -173,8 +123,8 @@ def test_a_step_that_cannot_be_traced_runs_as_it_is():
         assert isinstance(batch[0], np.ndarray)  # no tracer
         return STEP(state, batch)
 
-    expected, _ = plainly(STEP, ts.setup(RULE, init()), data(), 15)
-    state, history = fit(step, ts.setup(RULE, init()), data(), steps=15, steps_per_call=None, log_every=4)
+    expected, _ = plainly(STEP, fresh(), data(), 15)
+    state, history = fit(step, fresh(), data(), steps=15, steps_per_call=None, log_every=4)
     assert_trees_equal(state, expected)
     assert history["step"].tolist() == [1, 4, 8, 12, 15] and history["learning_rate"][-1] > 0
 
@@ -182,7 +132,7 @@ def test_a_step_that_cannot_be_traced_runs_as_it_is():
 @pytest.mark.medium
 def test_a_loop_compiles_once_for_each_shape():
     step = ts.train_step(lambda params, batch: loss_fn(params, batch))
-    state = ts.setup(RULE, init())
+    state = fresh()
     with count_compiles() as compiles:
         state, _ = fit(step, state, data(drop_remainder=True), steps=5, callbacks=callbacks.every(3, lambda run: None))
     assert compiles.compiled.count("train_steps") == 1
@@ -373,7 +323,7 @@ def test_convolutions_in_the_loop():
 def test_on_a_gpu_the_loop_is_one_cuda_graph(monkeypatch):
     """The compiler's options are checked here, what it makes of them in `test_topologies.py`."""
     data = [(X[:4], Y[:4])] * 3
-    run = lambda: fit(ts.train_step(loss_fn, remat=True), ts.setup(RULE, init()), data, epochs=1)[0]
+    run = lambda: fit(ts.train_step(loss_fn, remat=True), fresh(), data, epochs=1)[0]
     expected, compiled, jit = run(), [], jax.jit
 
     def spied_jit(function, **options):
@@ -418,7 +368,7 @@ def test_any_state_and_any_step():
         two, other = STEP(two, (batch[0], batch[1] - predict(one.params, batch[0])))
         return (one, two), {"one": info, "two": other, "gap": jnp.abs(info.loss - other.loss)}
 
-    make = lambda: (ts.setup(RULE, init()), ts.setup(ts.rules.sgd(0.1), init()))
+    make = lambda: (fresh(), ts.setup(ts.rules.sgd(0.1), init()))
     states, history = fit(step, make(), even(), steps=9, log_every=3)
     expected, _ = plainly(jax.jit(step), make(), even(), 9)
     assert_trees_close(states[1].params, expected[1].params, rtol=1e-5, atol=1e-6)
@@ -466,15 +416,15 @@ def test_what_a_function_changes_that_a_step_only_reads(wrapped, per_call):
 
 def test_run_steps():
     stacked = (X[:48].reshape(6, 8, 6), Y[:48].reshape(6, 8, 3))
-    state, infos = run_steps(STEP, ts.setup(RULE, init()), stacked)
-    expected, seen = plainly(STEP, ts.setup(RULE, init()), data(shuffle=False), 6)
+    state, infos = run_steps(STEP, fresh(), stacked)
+    expected, seen = plainly(STEP, fresh(), data(shuffle=False), 6)
     assert_trees_close(state.params, expected.params, rtol=2e-6, atol=2e-6)
     np.testing.assert_allclose(infos.loss, [info.loss for info in seen], rtol=1e-5)
     np.testing.assert_allclose(
         infos.hyperparams["learning_rate"], [i.hyperparams["learning_rate"] for i in seen], rtol=1e-6
     )
     assert infos.applied.all() and infos.verdict.dtype == jnp.int32
-    cut = ts.setup(RULE, init())
+    cut = fresh()
     for rows in (slice(0, 1), slice(1, 6)):
         cut, infos = run_steps(STEP, cut, jax.tree.map(lambda x, rows=rows: x[rows], stacked))
         assert infos.loss.shape == (rows.stop - rows.start,)
@@ -486,14 +436,14 @@ def test_run_steps():
 
 
 def _used():
-    state = ts.setup(RULE, init())
+    state = fresh()
     STEP(state, (X[:8], Y[:8]))
     return state
 
 
 def test_run_epoch():
-    expected, rows = fit(STEP, ts.setup(RULE, init()), data(), epochs=2, log_every=1)
-    used, state, losses = data(), ts.setup(RULE, init()), []
+    expected, rows = fit(STEP, fresh(), data(), epochs=2, log_every=1)
+    used, state, losses = data(), fresh(), []
     for _ in range(2):
         state, infos = run_epoch(STEP, state, used)
         losses.extend(np.asarray(infos.loss))
@@ -524,10 +474,10 @@ def test_run_epoch_reads_as_a_for_does(wrap):
 @pytest.mark.parametrize(
     ("call", "text"),
     {
-        "a loss": (lambda: fit(loss_fn, _fresh(), data(), steps=1), r"step: got loss_fn\(params, batch\), a loss"),
-        "steps of a loss": (lambda: run_steps(loss_fn, _fresh(), (X[None], Y[None])), r"step: got loss_fn\(params"),
+        "a loss": (lambda: fit(loss_fn, fresh(), data(), steps=1), r"step: got loss_fn\(params, batch\), a loss"),
+        "steps of a loss": (lambda: run_steps(loss_fn, fresh(), (X[None], Y[None])), r"step: got loss_fn\(params"),
         "steps of params": (lambda: run_steps(STEP, init(), (X[None], Y[None])), r"state at run_steps\(\): got dict"),
-        "epoch of none": (lambda: run_epoch(None, _fresh(), data()), r"step at run_epoch\(\): got None"),
+        "epoch of none": (lambda: run_epoch(None, fresh(), data()), r"step at run_epoch\(\): got None"),
         "iterate by none": (lambda: next(_iterate(None)), r"steps_per_call at iterate\(\): got None"),
         "iterate by name": (lambda: next(_iterate("auto")), r"steps_per_call at iterate\(\): got 'auto'"),
         "iterate by 0": (lambda: next(_iterate(0)), r"steps_per_call at iterate\(\): got 0, expected an int ≥ 1"),
@@ -539,12 +489,8 @@ def test_wrong_arguments_of_the_smaller_loops(call, text):
         call()
 
 
-def _fresh():
-    return ts.setup(RULE, init())
-
-
 def _iterate(per_call):
-    return iterate(STEP, _fresh(), data(), steps=4, steps_per_call=per_call)
+    return iterate(STEP, fresh(), data(), steps=4, steps_per_call=per_call)
 
 
 @pytest.mark.medium
@@ -559,19 +505,19 @@ def test_metrics_with_a_number_for_each_row(per_call):
     step = jax.jit(step) if per_call is None else step
     errors = lambda params, batch: jnp.mean((predict(params, batch[0]) - batch[1]) ** 2, -1)
     short = lambda: ts.batches((X[:12], Y[:12]), 8)
-    _, rows = fit(step, ts.setup(RULE, init()), short(), epochs=2, log_every=1, steps_per_call=per_call)
+    _, rows = fit(step, fresh(), short(), epochs=2, log_every=1, steps_per_call=per_call)
     expected = errors(init(), (X[:8], Y[:8]))
     np.testing.assert_allclose([rows[f"row/{i}"][0] for i in range(8)], expected, rtol=1e-6)
     assert np.isfinite(rows["row/3"]).all() and np.isnan(rows["row/4"]).tolist() == [False, True, False, True]
 
 
 SPARED = {  # a call with bad rows in its batch at step 3
-    "iterate": lambda step, data: list(iterate(step, _fresh(), data, steps=6)),
-    "iterate, 4 a call": lambda step, data: list(iterate(step, _fresh(), data, steps=6, steps_per_call=4)),
-    "run_epoch": lambda step, data: run_epoch(step, _fresh(), data),
-    "run_steps": lambda step, data: run_steps(step, _fresh(), jax.tree.map(lambda *x: np.stack(x), *data)),
-    "fit": lambda step, data: fit(step, _fresh(), data, steps=6),
-    "fit, single calls": lambda step, data: fit(step, _fresh(), data, steps=6, steps_per_call=None),
+    "iterate": lambda step, data: list(iterate(step, fresh(), data, steps=6)),
+    "iterate, 4 a call": lambda step, data: list(iterate(step, fresh(), data, steps=6, steps_per_call=4)),
+    "run_epoch": lambda step, data: run_epoch(step, fresh(), data),
+    "run_steps": lambda step, data: run_steps(step, fresh(), jax.tree.map(lambda *x: np.stack(x), *data)),
+    "fit": lambda step, data: fit(step, fresh(), data, steps=6),
+    "fit, single calls": lambda step, data: fit(step, fresh(), data, steps=6, steps_per_call=None),
 }
 
 
@@ -600,7 +546,7 @@ def test_what_a_run_that_raises_leaves_does_not_depend_on_its_calls(is_populatio
             ends.append((run.step, float(jnp.sum(run.state.params["out"]["bias"]))))
 
     step = ts.train_step(loss_fn, on_nonfinite="raise")
-    state = ts.population(lambda key: _fresh(), 2, key=0) if is_population else _fresh()
+    state = ts.population(lambda key: fresh(), 2, key=0) if is_population else fresh()
     with pytest.raises(NonFiniteError, match=f"step {3 + is_population} of epoch 0 was rejected: loss") as caught:
         fit(step, state, batches, steps=6, steps_per_call=per_call, callbacks=Part(), log_every=1)
     error = caught.value
@@ -618,7 +564,7 @@ def test_iterate_yields_every_few_steps_and_at_the_end_of_an_epoch(kind):
         "resident": lambda: data(drop_remainder=True, device=True),
         "generator": lambda: ((X[:8], Y[:8]) for _ in range(18)),
     }
-    steps = [int(state.step) for state, _ in iterate(STEP, _fresh(), kinds[kind](), steps=18, steps_per_call=4)]
+    steps = [int(state.step) for state, _ in iterate(STEP, fresh(), kinds[kind](), steps=18, steps_per_call=4)]
     assert steps == ([4, 8, 12, 16, 18] if kind == "generator" else [4, 6, 10, 12, 16, 18])
 
 
@@ -626,7 +572,7 @@ def test_counts_of_numpy_are_counts():
     steps = []
     every = callbacks.every(np.int64(3), lambda run: steps.append((run.event, run.step)))
     state, history = fit(
-        STEP, _fresh(), data(), steps=np.int64(7), log_every=np.int64(2), callbacks=every, max_bad=np.int32(3)
+        STEP, fresh(), data(), steps=np.int64(7), log_every=np.int64(2), callbacks=every, max_bad=np.int32(3)
     )
     assert (int(state.step), steps) == (7, [("step", 3), ("step", 6)])
     assert history["step"].tolist() == [1, 2, 4, 6, 7]
@@ -644,7 +590,7 @@ def test_an_error_of_a_logger_names_the_step_of_its_row():
             raise OSError("full")
 
     with pytest.raises(OSError, match="full") as caught:
-        fit(STEP, _fresh(), data(), steps=9, log_every=2, logger=log)
+        fit(STEP, fresh(), data(), steps=9, log_every=2, logger=log)
     assert any("at step 4" in note for note in caught.value.__notes__)
 
 
@@ -652,17 +598,15 @@ def test_an_error_of_a_logger_names_the_step_of_its_row():
 @pytest.mark.parametrize("kind", [list, tuple, lambda data: data])
 def test_a_goal_in_steps_that_is_the_end_of_an_epoch(kind):
     seen = []
-    fit(
-        STEP, ts.setup(RULE, init()), kind(data()), steps=14, callbacks=[lambda run: seen.append((run.event, run.step))]
-    )
+    fit(STEP, fresh(), kind(data()), steps=14, callbacks=[lambda run: seen.append((run.event, run.step))])
     assert ("epoch", 7) in seen and ("epoch", 14) in seen and seen[-1] == ("end", 14)
 
 
 @pytest.mark.parametrize("per_call", [1, 4])
 def test_iterate(per_call):
-    expected, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=9)
+    expected, _ = fit(STEP, fresh(), data(), steps=9)
     seen = []
-    for state, info in iterate(STEP, ts.setup(RULE, init()), data(), steps=9, steps_per_call=per_call):
+    for state, info in iterate(STEP, fresh(), data(), steps=9, steps_per_call=per_call):
         seen.append((int(state.step), float(info.loss)))
     assert_trees_equal(state, expected)
     # the epoch ends at 7
@@ -670,10 +614,10 @@ def test_iterate(per_call):
 
 
 def test_iterate_takes_a_state_back():
-    loop = iterate(STEP, ts.setup(RULE, init()), data(), steps=4)
+    loop = iterate(STEP, fresh(), data(), steps=4)
     next(loop)
     for _ in range(3):
-        state, _ = loop.send(ts.setup(RULE, init()))
+        state, _ = loop.send(fresh())
     assert int(state.step) == 1
 
 
@@ -681,7 +625,7 @@ def test_iterate_takes_a_state_back():
 
 
 def test_goals():
-    state, history = fit(STEP, ts.setup(RULE, init()), data(), epochs=2)
+    state, history = fit(STEP, fresh(), data(), epochs=2)
     assert int(state.step) == 14 and history["epoch"].tolist() == [0, 1, 1]
     with pytest.warns(
         UserWarning, match=r"steps=14 counts from the beginning of training, and the run is at step 14 already"
@@ -698,7 +642,7 @@ def test_rejected_steps_do_not_count():
     with pytest.warns(
         RuntimeWarning, match=r"step \d+ of epoch 0 was rejected \(loss nan\): loss: got nan, batch\[0\] .*\. 1 so far"
     ):
-        state, history = fit(STEP, ts.setup(RULE, init()), poisoned(), steps=14, log_every=1)
+        state, history = fit(STEP, fresh(), poisoned(), steps=14, log_every=1)
     assert int(state.step) == 14 and int(state.calls) == 16 and history["rejected"][-1] == 2
     assert [name for _, name, _ in history.marks] == ["rejected", "rejected"]
     assert history["step"].tolist() == list(range(1, 15)) and np.all(np.isfinite(history["loss"]))
@@ -711,15 +655,15 @@ def test_too_many_rejected_in_a_row(per_call):
     with pytest.raises(
         NonFiniteError, match=r"step 3 of epoch 0 was rejected: loss: got nan, batch\[0\] .*; the last of 4 in a row"
     ) as caught:
-        fit(STEP, ts.setup(RULE, init()), good + bad, steps=20, max_bad=4, steps_per_call=per_call)
-    expected, _ = fit(STEP, ts.setup(RULE, init()), good, steps=3)
+        fit(STEP, fresh(), good + bad, steps=20, max_bad=4, steps_per_call=per_call)
+    expected, _ = fit(STEP, fresh(), good, steps=3)
     assert_trees_equal(caught.value.state.params, expected.params)
     assert caught.value.history.marks[0][1] == "rejected"
     with pytest.raises(NonFiniteError, match="on_nonfinite='raise'"):
-        fit(ts.train_step(loss_fn, on_nonfinite="raise"), ts.setup(RULE, init()), good + bad, steps=20)
+        fit(ts.train_step(loss_fn, on_nonfinite="raise"), fresh(), good + bad, steps=20)
     # some between good ones are no row
     mixed = [batch for pair in zip(bad[:6], good * 2, strict=True) for batch in pair]
-    fit(STEP, ts.setup(RULE, init()), mixed, steps=6, max_bad=2, steps_per_call=per_call)
+    fit(STEP, fresh(), mixed, steps=6, max_bad=2, steps_per_call=per_call)
 
 
 def test_only_the_option_that_was_given_is_blamed():
@@ -727,15 +671,15 @@ def test_only_the_option_that_was_given_is_blamed():
     for policy, said in (("skip", "max_bad=1"), ("raise", "on_nonfinite='raise'")):
         step = ts.train_step(loss_fn, on_nonfinite=policy)
         with pytest.raises(NonFiniteError, match=rf"the first at \[0, 0\]; {said}\. "):
-            fit(step, ts.setup(RULE, init()), bad, steps=1, max_bad=1)
+            fit(step, fresh(), bad, steps=1, max_bad=1)
 
 
 def test_a_call_has_no_room_for_more_than_is_left():
     batches = [(X[:8], Y[:8])] * 2
-    state, _ = fit(STEP, ts.setup(RULE, init()), batches, steps_per_call=10**9, steps=2)
-    expected, _ = fit(STEP, ts.setup(RULE, init()), batches, steps=2)
+    state, _ = fit(STEP, fresh(), batches, steps_per_call=10**9, steps=2)
+    expected, _ = fit(STEP, fresh(), batches, steps=2)
     assert_trees_equal(state.params, expected.params)
-    *_, (state, _) = iterate(STEP, ts.setup(RULE, init()), batches, steps_per_call=10**9, steps=2)
+    *_, (state, _) = iterate(STEP, fresh(), batches, steps_per_call=10**9, steps=2)
     assert_trees_equal(state.params, expected.params)
 
 
@@ -748,7 +692,7 @@ def test_the_leaf_is_named():
         pytest.warns(RuntimeWarning, match="gradient norm: got nan"),
         pytest.raises(NonFiniteError, match=r"gradient of params\['out'\]\['bias'\], shape \(3,\): got nan"),
     ):
-        fit(ts.train_step(blows_up), ts.setup(RULE, init()), data(), steps=20, max_bad=2)
+        fit(ts.train_step(blows_up), fresh(), data(), steps=20, max_bad=2)
 
 
 @pytest.mark.medium
@@ -758,13 +702,8 @@ def test_a_loss_scale_may_look_for_its_value():
     big = lambda params, batch: loss_fn(params, batch) * 64
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        state, history = fit(
-            ts.train_step(big),
-            ts.setup(RULE, init(), precision="float16", loss_scale=scale),
-            data(),
-            steps=5,
-            max_bad=3,
-        )
+        state = ts.setup(RULE, init(), precision="float16", loss_scale=scale)
+        state, history = fit(ts.train_step(big), state, data(), steps=5, max_bad=3)
     assert int(state.step) == 5 and int(state.rejected) > 3 and history["loss_scale"][-1] < 2.0**24
 
 
@@ -783,17 +722,8 @@ def test_the_order_of_events():
         seen.append((run.event, run.step))
 
     every = callbacks.every(4, lambda run: seen.append(("every 4", run.step)))
-    _, history = fit(
-        *(STEP, ts.setup(RULE, init()), data()),
-        **{
-            "steps": 16,
-            "evaluate": evaluate,
-            "evaluate_every": 8,
-            "callbacks": [every, bare],
-            "logger": note("logger"),
-        },
-        log_every=5,
-    )
+    options = {"evaluate": evaluate, "evaluate_every": 8, "callbacks": [every, bare], "logger": note("logger")}
+    _, history = fit(STEP, fresh(), data(), steps=16, log_every=5, **options)
     flat = [(name, int(step)) for name, step in seen]
     assert flat[:4] == [("start", 0), ("logger", 1), ("every 4", 4), ("log", 5)]
     at = flat.index(("evaluate", 8))
@@ -812,7 +742,7 @@ def columns(history, leave=()):
 
 @pytest.mark.parametrize("per_call", [1, None, "auto"])
 def test_the_last_step_has_its_row(per_call):
-    make = lambda: ts.setup(RULE, init())
+    make = lambda: fresh()
     seen, whole = [], fit(STEP, make(), data(), steps=23, log_every=1, steps_per_call=per_call)[1]
     logger = lambda row, step: seen.append((step, row["loss"]))
     _, history = fit(STEP, make(), data(), steps=23, steps_per_call=per_call, logger=logger)
@@ -838,21 +768,21 @@ def test_the_last_row_has_the_hyperparameters_that_its_step_had(per_call):
         return ts.adjust(run.state, learning_rate=0.5)
 
     given = {"steps": 9, "steps_per_call": per_call, "callbacks": callbacks.every(7, stop)}
-    rates = fit(STEP, ts.setup(RULE, init()), data(), **given)[1].series("learning_rate")
-    whole = fit(STEP, ts.setup(RULE, init()), data(), steps=7, log_every=1)[1]
+    rates = fit(STEP, fresh(), data(), **given)[1].series("learning_rate")
+    whole = fit(STEP, fresh(), data(), steps=7, log_every=1)[1]
     assert rates[0].tolist() == [1, 7]
     np.testing.assert_allclose(rates[1], whole["learning_rate"][[0, 6]], rtol=1e-6)
 
 
 def test_the_history_of_a_run_that_goes_on_is_that_of_an_uninterrupted_one(tmp_path):
-    whole = fit(STEP, ts.setup(RULE, init()), data(), steps=23)[1]
-    batches, state, history = data(), ts.setup(RULE, init()), None
+    whole = fit(STEP, fresh(), data(), steps=23)[1]
+    batches, state, history = data(), fresh(), None
     for steps in (4, 7, 10, 16, 23):
         state, history = fit(STEP, state, batches, steps=steps, history=history)
         assert history["step"][-1] == steps
     assert columns(history) == columns(whole)
     for steps in (4, 7, 10, 16, 23):
-        _, history = fit(STEP, ts.setup(RULE, init()), data(), steps=steps, checkpoint=tmp_path)
+        _, history = fit(STEP, fresh(), data(), steps=steps, checkpoint=tmp_path)
     assert columns(history) == columns(whole)
 
 
@@ -868,9 +798,7 @@ def test_rates_are_of_one_stretch_and_leave_compiling_out():
         return zero + loss_fn(params, batch)
 
     step = ts.train_step(slowly)
-    _, history = fit(
-        step, ts.setup(RULE, init()), even(), steps=60, log_every=1, evaluate=slow, evaluate_every=20, steps_per_call=4
-    )
+    _, history = fit(step, fresh(), even(), steps=60, log_every=1, evaluate=slow, evaluate_every=20, steps_per_call=4)
     rates, examples = history["steps_per_second"], history["examples_per_second"]
     np.testing.assert_allclose(examples, 8 * rates, rtol=1e-6)  # NaN where a row has none
     assert np.isnan(rates[0]) and rates[-1] > 50  # five milliseconds a step and a little more
@@ -885,16 +813,12 @@ def test_rates_count_steps_and_not_calls_that_only_gather():
 
 
 @pytest.mark.medium
-def test_a_compile_is_seen_by_a_step_that_shares_its_loop_with_an_equal_one(monkeypatch):
+def test_a_compile_is_seen_by_a_step_that_shares_its_loop_with_an_equal_one():
     other = lambda params, batch: loss_fn(params, batch)
-    first, second, seen = ts.train_step(other), ts.train_step(other), []
-    real = fitting.Fit.count_traces
-    count = lambda self: seen.append(real(self)) or seen[-1]
-    monkeypatch.setattr(fitting.Fit, "count_traces", count)
-    for step, rows in ((first, 8), (second, 4)):
-        seen.clear()
-        fit(step, ts.setup(RULE, init()), data() if rows == 8 else [(X[:4], Y[:4])] * 2, steps=2)
-        assert max(seen) > min(seen)
+    for rows, is_new in ((8, True), (8, False), (4, True)):
+        batches = [(X[:rows], Y[:rows])] * 4
+        _, history = fit(ts.train_step(other), fresh(), batches, steps=4)
+        assert (history.time["compile"] > 0) == is_new
 
 
 @pytest.mark.medium
@@ -904,11 +828,11 @@ def test_warnings_name_the_line_that_called_fit():
             call()
         return {(one.filename, one.lineno) for one in told}
 
-    state = fit(STEP, ts.setup(RULE, init()), data(), steps=2)[0]
+    state = fit(STEP, fresh(), data(), steps=2)[0]
     calls = [
         lambda: loud_fit(STEP, state, data(), steps=2, progress=False),
         lambda: loud_fit(STEP, state, [(X[:n], Y[:n]) for n in (4, 5, 6)], steps=5, progress=False),
-        lambda: loud_fit(STEP, ts.setup(RULE, init()), poisoned(), steps=7, progress=False),
+        lambda: loud_fit(STEP, fresh(), poisoned(), steps=7, progress=False),
     ]
     for i, call in enumerate(calls):
         assert lines(call) == {(__file__, call.__code__.co_firstlineno)}, i
@@ -921,10 +845,10 @@ def test_evaluation_by_epochs_and_at_the_end():
         seen.append(int(state.step))
         return {"val/loss": 0.5}
 
-    fit(STEP, ts.setup(RULE, init()), data(), epochs=5, evaluate=evaluate, evaluate_every="2 epochs")
+    fit(STEP, fresh(), data(), epochs=5, evaluate=evaluate, evaluate_every="2 epochs")
     assert seen == [14, 28, 35]
     seen.clear()
-    fit(STEP, ts.setup(RULE, init()), data(), steps=16, evaluate=evaluate)
+    fit(STEP, fresh(), data(), steps=16, evaluate=evaluate)
     assert seen == [7, 14, 16]
 
 
@@ -940,10 +864,8 @@ def test_a_callback_edits_the_state():
         run.memory["calls"] = run.memory.get("calls", 0) + 1
         seen.append((run.memory["calls"], run.info is None or float(run.info.loss) > 0))
 
-    state, history = fit(
-        *(STEP, ts.setup(RULE, init()), data()),
-        **{"steps": 10, "log_every": 1, "callbacks": [callbacks.every(6, lower), callbacks.every(3, log)]},
-    )
+    both = [callbacks.every(6, lower), callbacks.every(3, log)]
+    state, history = fit(STEP, fresh(), data(), steps=10, log_every=1, callbacks=both)
     assert ts.hyperparams(state)["learning_rate"] == pytest.approx(1e-3)
     assert history["learning_rate"][-1] == pytest.approx(1e-3) and history["learning_rate"][5] > 1e-3
     assert history.series("doubled")[1].tolist() == [6, 12, 18] and seen == [(1, True), (2, True), (3, True)]
@@ -951,30 +873,20 @@ def test_a_callback_edits_the_state():
 
 def test_early_stopping_ends_the_run():
     values = [0.0, 3.0, 2.0, 2.5, 2.6, 2.7, 2.8]  # by epoch; the first is where its names are looked at
-    state, history = fit(
-        *(STEP, ts.setup(RULE, init()), data()),
-        **{"epochs": 50, "evaluate": lambda state: {"val/loss": values[int(state.step) // 7]}},
-        callbacks=callbacks.early_stopping("val/loss", patience=2),
-    )
+    evaluate = lambda state: {"val/loss": values[int(state.step) // 7]}
+    stop = callbacks.early_stopping("val/loss", patience=2)
+    state, history = fit(STEP, fresh(), data(), epochs=50, evaluate=evaluate, callbacks=stop)
     assert int(state.step) == 4 * 7
     assert history.marks[-1][1] == "stop" and "val/loss is no better" in history.marks[-1][2]
 
 
 @pytest.mark.medium
 def test_thaw_and_adjust_at_a_step():
-    state = ts.freeze(ts.setup(RULE, init()), "hidden/**")
+    state = ts.freeze(fresh(), "hidden/**")
     before = jax.device_get(state.params["hidden"]["kernel"])
     kept = []
-    state, _ = fit(
-        *(STEP, state, data()),
-        **{
-            "steps": 12,
-            "callbacks": [
-                callbacks.thaw_at(8, "hidden/**"),
-                callbacks.every(8, lambda run: kept.append(jax.device_get(run.state.params["hidden"]["kernel"]))),
-            ],
-        },
-    )
+    keep = callbacks.every(8, lambda run: kept.append(jax.device_get(run.state.params["hidden"]["kernel"])))
+    state, _ = fit(STEP, state, data(), steps=12, callbacks=[callbacks.thaw_at(8, "hidden/**"), keep])
     np.testing.assert_array_equal(kept[0], before)
     assert np.any(jax.device_get(state.params["hidden"]["kernel"]) != before)
 
@@ -994,7 +906,7 @@ def test_thaw_and_adjust_at_a_step():
     ],
 )
 def test_callbacks_that_fail_are_named(callback, error, text):
-    call = lambda: fit(STEP, ts.setup(RULE, init()), data(), steps=6, callbacks=callbacks.every(4, callback))
+    call = lambda: fit(STEP, fresh(), data(), steps=6, callbacks=callbacks.every(4, callback))
     with pytest.raises(error, match=text) as caught:
         call()
     assert "callback" in "".join(caught.value.__notes__) and "step 4" in "".join(caught.value.__notes__)
@@ -1010,33 +922,33 @@ def test_an_exception_hands_over_the_state():
         raise OSError("the disk is gone")
 
     with pytest.raises(DataError, match=r"data at batch 3 of epoch 0: got OSError the disk is gone") as caught:
-        fit(STEP, ts.setup(RULE, init()), broken(), steps=9, steps_per_call=2)
+        fit(STEP, fresh(), broken(), steps=9, steps_per_call=2)
     assert isinstance(caught.value.__cause__, OSError)
     assert int(caught.value.state.step) >= 2
     fit(STEP, caught.value.state, data(), steps=9)
 
 
-def test_ctrl_c_ends_after_the_step_under_way(monkeypatch):
+def test_ctrl_c_ends_after_the_step_under_way(clock):
     before = signal.getsignal(signal.SIGINT)
 
     def press(run):
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt, match="at step 4") as caught:
-        fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press))
+        fit(STEP, fresh(), data(), steps=900, callbacks=callbacks.every(4, press))
     assert int(caught.value.state.step) == 4 and caught.value.history.marks[-1] == (4, "stop", "interrupted")
     assert signal.getsignal(signal.SIGINT) is before
 
     def press_twice(run):
-        press(run), press(run), ended.append(run.step)
+        press(run), clock.sleep(seconds), press(run), ended.append(run.step)
 
-    ended = []
+    ended, seconds = [], 0.5
     with pytest.raises(KeyboardInterrupt):  # together they are one
-        fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press_twice))
+        fit(STEP, fresh(), data(), steps=900, callbacks=callbacks.every(4, press_twice))
     assert ended == [4]
-    monkeypatch.setattr("tsunax._core.interrupts.REPEAT_SECONDS", -1.0)
+    seconds = 2.0
     with pytest.raises(KeyboardInterrupt) as caught:
-        fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press_twice))
+        fit(STEP, fresh(), data(), steps=900, callbacks=callbacks.every(4, press_twice))
     assert int(caught.value.state.step) == 4 and ended == [4]
     assert signal.getsignal(signal.SIGINT) is before
 
@@ -1057,24 +969,23 @@ def test_what_ends_calls_one_after_the_other_hands_over_the_steps_done(monkeypat
 
     monkeypatch.setattr(fused_loop, "Calls", Calls)
     with pytest.raises(KeyboardInterrupt) as caught:
-        fit(STEP, ts.setup(RULE, init()), data(), steps=900, steps_per_call=1, log_every=1)
+        fit(STEP, fresh(), data(), steps=900, steps_per_call=1, log_every=1)
     state, history = caught.value.state, caught.value.history
     assert int(state.step) == len(done) == len(history["loss"])
     monkeypatch.undo()
-    assert_trees_equal(state, fit(STEP, ts.setup(RULE, init()), data(), steps=len(done))[0])
+    assert_trees_equal(state, fit(STEP, fresh(), data(), steps=len(done))[0])
 
 
-def test_in_a_notebook_ctrl_c_returns(monkeypatch):
-    monkeypatch.setattr("tsunax.loop.in_notebook", lambda: True)
+def test_in_a_notebook_ctrl_c_returns(notebook):
     press = lambda run: signal.raise_signal(signal.SIGINT)
-    state, history = fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press))
+    state, history = fit(STEP, fresh(), data(), steps=900, callbacks=callbacks.every(4, press))
     assert int(state.step) == 4 and history.marks[-1][1] == "stop"
 
 
 @pytest.mark.medium
 def test_a_thread_may_run_it():
     found = []
-    thread = threading.Thread(target=lambda: found.append(fit(STEP, ts.setup(RULE, init()), data(), steps=4)))
+    thread = threading.Thread(target=lambda: found.append(fit(STEP, fresh(), data(), steps=4)))
     thread.start()
     thread.join()
     assert int(found[0][0].step) == 4
@@ -1095,7 +1006,7 @@ def test_loggers_are_told_and_closed():
             self.closed += 1
 
     log = Log()
-    fit(STEP, ts.setup(RULE, init()), data(), steps=20, logger=[log])
+    fit(STEP, fresh(), data(), steps=20, logger=[log])
     assert [step for step, _ in log.rows] == [1, 10, 20] and log.closed == 1
     assert {"loss", "grad_norm", "learning_rate", "epoch", "rejected"} <= set(log.rows[0][1])
     assert "steps_per_second" not in log.rows[0][1]  # it would be the rate of compiling
@@ -1103,23 +1014,16 @@ def test_loggers_are_told_and_closed():
     assert all(type(x) in (int, float) for _, row in log.rows for x in row.values())
     assert log.settings["goal"] == "steps=20" and log.settings["start/b1"] == pytest.approx(0.9)
     with pytest.raises(ZeroDivisionError):
-        fit(STEP, ts.setup(RULE, init()), data(), steps=20, logger=log, callbacks=callbacks.every(3, lambda run: 1 / 0))
+        fit(STEP, fresh(), data(), steps=20, logger=log, callbacks=callbacks.every(3, lambda run: 1 / 0))
     assert log.closed == 2
 
 
 def test_a_smoke_run_keeps_nothing():
-    state, used, seen = ts.setup(RULE, init()), data(), []
+    state, used, seen = fresh(), data(), []
     before = jax.device_get(state)
-    after, history = fit(
-        *(STEP, state, used),
-        **{
-            "steps": 10_000,
-            "dry_run": True,
-            "evaluate": lambda s: {"val/loss": 1.0},
-            "callbacks": lambda run: seen.append(run.event),
-        },
-        logger=lambda row, step: pytest.fail("a dry_run run logs nothing"),
-    )
+    options = {"evaluate": lambda s: {"val/loss": 1.0}, "callbacks": lambda run: seen.append(run.event)}
+    log = lambda row, step: pytest.fail("a dry_run run logs nothing")
+    after, history = fit(STEP, state, used, steps=10_000, dry_run=True, logger=log, **options)
     assert int(after.step) == 2 and history.last("val/loss") == 1.0
     assert_trees_equal(state, before)
     assert used.get_state() == {"epoch": 0, "position": 0}
@@ -1151,7 +1055,7 @@ FITS = {
 @pytest.mark.parametrize(("given", "text"), FITS.values(), ids=FITS)
 def test_wrong_arguments(given, text):
     with pytest.raises((WrongTypeError, HyperparameterError), match=text):
-        fit(STEP, ts.setup(RULE, init()), data(), **given)
+        fit(STEP, fresh(), data(), **given)
 
 
 def test_two_loggers_of_one_file_by_two_names_are_refused(tmp_path):
@@ -1159,11 +1063,11 @@ def test_two_loggers_of_one_file_by_two_names_are_refused(tmp_path):
     (tmp_path / "b.csv").symlink_to(tmp_path / "a.csv")
     loggers = [ts.loggers.csv(tmp_path / "a.csv"), ts.loggers.csv(tmp_path / "b.csv")]
     with pytest.raises(WrongTypeError, match=r"got files .*a\.csv, .*a\.csv, expected a file for each"):
-        fit(STEP, ts.setup(RULE, init()), data(), steps=2, logger=loggers)
+        fit(STEP, fresh(), data(), steps=2, logger=loggers)
 
 
 def test_wrong_places():
-    state = ts.setup(RULE, init())
+    state = fresh()
     with pytest.raises(WrongTypeError, match=r"got TrainState, expected .*: fit\(step, state"):
         fit(state, STEP, data(), steps=2)
     with pytest.raises(WrongTypeError, match=r"expected a function \(state, batch\)"):
@@ -1190,7 +1094,7 @@ BATCHES = {
 @pytest.mark.parametrize(("batches", "error", "text"), BATCHES.values(), ids=BATCHES)
 def test_wrong_batches(batches, error, text):
     with pytest.raises(error, match=text) as caught:
-        fit(STEP, ts.setup(RULE, init()), batches, steps=9)
+        fit(STEP, fresh(), batches, steps=9)
     assert caught.value.state is not None  # it was not consumed
 
 
@@ -1198,8 +1102,8 @@ def test_wrong_batches(batches, error, text):
 def test_shapes_that_change():
     grow = [(X[:n], Y[:n]) for n in (8, 8, 4, 12, 8)]
     with pytest.warns(UserWarning, match=r"batch at step 3: float32\[12,6\], float32\[12,3\] after float32\[8,6\]"):
-        state, _ = fit(STEP, ts.setup(RULE, init()), grow, steps=5)
-    expected = ts.setup(RULE, init())
+        state, _ = fit(STEP, fresh(), grow, steps=5)
+    expected = fresh()
     for batch in grow:
         expected, _ = STEP(expected, batch)
     assert_trees_close(state.params, expected.params, rtol=2e-6, atol=2e-6)
@@ -1228,7 +1132,7 @@ def test_a_call_goes_beyond_the_end_of_an_epoch(make, monkeypatch):
     per_epoch = len(used)
 
     def run(goals, **options):
-        state, found, given = ts.setup(RULE, init()), [], make()
+        state, found, given = fresh(), [], make()
         for goal in goals:
             state, rows = fit(STEP, state, given, steps=goal, log_every=1, **options)
             found += [rows["epoch"], rows["loss"]]
@@ -1245,12 +1149,12 @@ def test_a_call_goes_beyond_the_end_of_an_epoch(make, monkeypatch):
     assert_trees_equal(state, cut)
     np.testing.assert_array_equal(losses, same)
     calls.clear()
-    in_epochs, rows = fit(STEP, ts.setup(RULE, init()), make(), epochs=100 // per_epoch, steps_per_call=32, log_every=1)
+    in_epochs, rows = fit(STEP, fresh(), make(), epochs=100 // per_epoch, steps_per_call=32, log_every=1)
     assert 0 < len(calls) <= 5
     assert_trees_equal(state, in_epochs)
     np.testing.assert_array_equal(rows["epoch"], epochs)
     if make is short:
-        fit(STEP, ts.setup(RULE, init()), used, steps=33, steps_per_call=32)
+        fit(STEP, fresh(), used, steps=33, steps_per_call=32)
         assert used.get_state() == {"epoch": 16, "position": 1}
 
 
@@ -1270,7 +1174,7 @@ def test_the_only_batch_is_read_again_after_a_boundary():
 def test_a_rejected_call_beyond_an_epoch_knows_its_own():
     bad = np.full((8, 6), np.nan, np.float32), Y[:8]
     with pytest.raises(NonFiniteError, match="step 0 of epoch 2 was rejected") as caught:
-        fit(STEP, ts.setup(RULE, init()), [bad], steps=40, steps_per_call=8, max_bad=3)
+        fit(STEP, fresh(), [bad], steps=40, steps_per_call=8, max_bad=3)
     assert [kept.epoch for kept in caught.value.rejected] == [0, 1, 2]
 
 
@@ -1280,7 +1184,7 @@ def test_a_rejected_call_beyond_an_epoch_knows_its_own():
 def used_up():
     """Data that a run, or a loop, has gone through."""
     used = data()
-    fit(STEP, ts.setup(RULE, init()), used, epochs=2)
+    fit(STEP, fresh(), used, epochs=2)
     return used
 
 
@@ -1303,37 +1207,37 @@ KINDS = [lambda x: x, ts.prefetch, lambda x: ts.prefetch(ts.prefetch(x), size=5)
 @pytest.mark.parametrize("make", [used_up, looked_at, read_by_hand])
 @pytest.mark.parametrize("kind", KINDS, ids=["batches", "prefetched", "twice"])
 def test_a_new_state_begins_with_the_first_batch(make, kind):
-    expected, rows = fit(STEP, ts.setup(RULE, init()), data(), epochs=3, log_every=1)
+    expected, rows = fit(STEP, fresh(), data(), epochs=3, log_every=1)
     used = kind(make())
-    state, found = fit(STEP, ts.setup(RULE, init()), used, epochs=3, log_every=1)
+    state, found = fit(STEP, fresh(), used, epochs=3, log_every=1)
     assert_trees_equal(state, expected)
     np.testing.assert_array_equal(found["epoch"], rows["epoch"])
     assert used.get_state() == {"epoch": 3, "position": 0}
     state, _ = fit(STEP, state, used, epochs=4)  # a trained one goes on
-    assert_trees_equal(state, fit(STEP, ts.setup(RULE, init()), data(), epochs=4)[0])
-    *_, (state, _) = ts.loop.iterate(STEP, ts.setup(RULE, init()), used, epochs=3, steps_per_call=2)
+    assert_trees_equal(state, fit(STEP, fresh(), data(), epochs=4)[0])
+    *_, (state, _) = ts.loop.iterate(STEP, fresh(), used, epochs=3, steps_per_call=2)
     assert_trees_equal(state, expected)
 
 
 def test_a_new_state_begins_a_loader_that_is_read_ahead_anew():
     used = ts.prefetch([(X[i : i + 8], Y[i : i + 8]) for i in range(0, 40, 8)])
-    expected, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=2)
+    expected, _ = fit(STEP, fresh(), used, epochs=2)
     next(iter(used))
     for _ in range(2):
-        state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=2)
+        state, _ = fit(STEP, fresh(), used, epochs=2)
         assert_trees_equal(state, expected)
         assert used.get_state() == {"epoch": 2, "position": 0, "data": None}
 
 
 @pytest.mark.medium
 def test_a_new_state_begins_where_the_data_were_put():
-    used, expected = data(), fit(STEP, ts.setup(RULE, init()), list(data())[3:], steps=4)[0]
+    used, expected = data(), fit(STEP, fresh(), list(data())[3:], steps=4)[0]
     used.set_state({"epoch": 0, "position": 3})
-    assert_trees_equal(fit(STEP, ts.setup(RULE, init()), used, epochs=1)[0], expected)
+    assert_trees_equal(fit(STEP, fresh(), used, epochs=1)[0], expected)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         fit(STEP, expected, used, epochs=1)
-    pair = {"a": ts.setup(RULE, init()), "b": ts.setup(RULE, init())}  # as of a GAN: its states have clocks
+    pair = {"a": fresh(), "b": fresh()}  # as of a GAN: its states have clocks
     both = lambda states, batch: ({k: STEP(x, batch)[0] for k, x in states.items()}, {})
     pair, _ = fit(both, pair, used, epochs=1)
     assert int(pair["a"].step) == len(used)
@@ -1352,14 +1256,10 @@ def test_a_loop_over_the_data_of_a_run_leaves_the_run_alone(kind):
                 break
         return {"val/x": 0.0}
 
-    state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=3, evaluate=evaluate, evaluate_every=4)
+    state, _ = fit(STEP, fresh(), used, epochs=3, evaluate=evaluate, evaluate_every=4)
     plain, seen = kind(data()), []
     expected, _ = fit(
-        STEP,
-        ts.setup(RULE, init()),
-        plain,
-        epochs=3,
-        callbacks=callbacks.every(4, lambda run: seen.append(plain.get_state())),
+        STEP, fresh(), plain, epochs=3, callbacks=callbacks.every(4, lambda run: seen.append(plain.get_state()))
     )
     assert_trees_equal(state, expected)
     assert places[: len(seen)] == seen and used.get_state() == {"epoch": 3, "position": 0}
@@ -1368,28 +1268,28 @@ def test_a_loop_over_the_data_of_a_run_leaves_the_run_alone(kind):
 @pytest.mark.parametrize("kind", KINDS, ids=["batches", "prefetched", "twice"])
 def test_the_place_of_the_data_after_a_run(kind):
     used = kind(data())
-    state, _ = fit(STEP, ts.setup(RULE, init()), used, steps=8)
+    state, _ = fit(STEP, fresh(), used, steps=8)
     assert used.get_state() == {"epoch": 1, "position": 1}
     fit(STEP, state, kind(used), steps=9)  # also of data that are read ahead anew for each run
     assert used.get_state() == {"epoch": 1, "position": 2}
     assert len(list(used)) == 7 and used.get_state() == {"epoch": 3, "position": 0}  # a loop begins the next epoch
     used.set_state({"epoch": 0, "position": 4})
-    fit(STEP, ts.setup(RULE, init()), used, steps=3, dry_run=True)
+    fit(STEP, fresh(), used, steps=3, dry_run=True)
     assert used.get_state() == {"epoch": 0, "position": 4} and len(list(used)) == 3
-    it = ts.loop.iterate(STEP, ts.setup(RULE, init()), used, steps=5)
+    it = ts.loop.iterate(STEP, fresh(), used, steps=5)
     assert [used.get_state()["position"] for _ in it] == [1, 2, 3, 4, 5]
 
 
 def test_a_goal_that_is_reached_says_why(tmp_path):
     used = data()
-    state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=1, checkpoint=tmp_path)
+    state, _ = fit(STEP, fresh(), used, epochs=1, checkpoint=tmp_path)
     keep = jax.tree.map(jnp.copy, state)
     with pytest.warns(UserWarning, match=r"at epoch 1 already: nothing to do; .*data\.get_state\(\)"):
         fit(STEP, keep, used, epochs=1)
     with pytest.warns(UserWarning, match=r"at step 7 already: nothing to do; state.step and"):
         fit(STEP, keep, used, steps=7)
     with pytest.warns(UserWarning, match=r"nothing to do; so says the checkpoint in "):
-        fit(STEP, ts.setup(RULE, init()), data(), epochs=1, checkpoint=tmp_path)
+        fit(STEP, fresh(), data(), epochs=1, checkpoint=tmp_path)
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -1444,10 +1344,10 @@ def test_a_checkpoint_of_any_state_and_data_without_a_place(tmp_path):
 def test_signals_save(tmp_path, number):
     press = callbacks.every(3, lambda run: signal.raise_signal(number) if run.step == 3 else None)
     with pytest.raises(SystemExit) as caught:
-        fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=press, checkpoint=tmp_path)
+        fit(STEP, fresh(), data(), steps=900, callbacks=press, checkpoint=tmp_path)
     assert caught.value.code == 128 + number and signal.getsignal(number) is signal.SIG_DFL
-    state, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=8, callbacks=press, checkpoint=tmp_path, resume="must")
-    expected, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=8)
+    state, _ = fit(STEP, fresh(), data(), steps=8, callbacks=press, checkpoint=tmp_path, resume="must")
+    expected, _ = fit(STEP, fresh(), data(), steps=8)
     assert_trees_equal(state, expected)
 
 
@@ -1475,9 +1375,7 @@ def test_a_save_at_the_last_step_of_an_epoch_leaves_each_row_once(tmp_path):
         options = {"log_every": 1, "fast_forward": True, "steps_per_call": 1, "evaluate": evaluate}
         log = ts.loggers.csv(tmp_path / folder / "rows.csv")
         with ts.Checkpoints(tmp_path / folder, every=900, keep_last=None) as saver:
-            state, history = fit(
-                STEP, ts.setup(RULE, init()), loader, steps=12, logger=log, checkpoint=saver, **options
-            )
+            state, history = fit(STEP, fresh(), loader, steps=12, logger=log, checkpoint=saver, **options)
         rows = [line.split(",")[:5] for line in (tmp_path / folder / "rows.csv").read_text().splitlines()]
         return state, history["val/bias"], rows, saver.steps()
 
@@ -1508,7 +1406,7 @@ def test_a_signal_that_saves_a_run_which_goes_on(tmp_path, steps_per_call):
         saver = ts.Checkpoints(tmp_path / folder, every=900, keep_last=None)
         with saver:
             state, history = fit(
-                STEP, ts.setup(RULE, init()), Loader(), steps=12, evaluate=evaluate, log_every=1, checkpoint=saver,
+                STEP, fresh(), Loader(), steps=12, evaluate=evaluate, log_every=1, checkpoint=saver,
                 callbacks=[callbacks.every(1, press), bare], logger=ts.loggers.csv(tmp_path / folder / "rows.csv"),
                 fast_forward=True, steps_per_call=steps_per_call,
             )  # fmt: skip
@@ -1552,7 +1450,7 @@ def test_handlers_of_the_user(tmp_path):
     try:
         saver = ts.Checkpoints(tmp_path, every=900, keep_last=None)
         with saver, pytest.raises(TimeoutError) as caught:
-            fit(STEP, ts.setup(RULE, init()), data(), steps=900, callbacks=callbacks.every(4, press), checkpoint=saver)
+            fit(STEP, fresh(), data(), steps=900, callbacks=callbacks.every(4, press), checkpoint=saver)
         assert {number: signal.getsignal(number) for number in handlers} == handlers
     finally:
         for number, handler in previous.items():
@@ -1565,7 +1463,7 @@ def test_handlers_of_the_user(tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_a_run_within_a_callback(tmp_path, number, saves):
     """The inner run saves and goes on, because the outer run needs its result; the outer run ends later."""
-    setup = lambda: ts.setup(RULE, init())
+    setup = lambda: fresh()
 
     def run(name, *pressed):
         def probe(run):
@@ -1602,49 +1500,30 @@ def test_signals_that_are_left_out(tmp_path):
         options = {"steps": 1, "callbacks": callbacks.every(1, note), "checkpoint": tmp_path / str(count)}
         if count is None:
             with pytest.raises(HyperparameterError, match="signals at fit"):
-                fit(STEP, ts.setup(RULE, init()), data(), signals=signals, **options)
+                fit(STEP, fresh(), data(), signals=signals, **options)
         else:
-            fit(STEP, ts.setup(RULE, init()), data(), signals=signals, **options)
+            fit(STEP, fresh(), data(), signals=signals, **options)
             taken = [now is not before for now, before in zip(handlers[-1], untouched, strict=True)]
             assert sum(taken) == count and taken[0] == taken[4] == bool(signals)
 
 
-class Timer:
-    """A timer that is late at a number of looks."""
-
-    is_due = False
-
-    def __init__(self, *late):
-        self.looks, self.late, self.restarts = 0, late, 0
-
-    def is_late(self):
-        self.looks += 1
-        return self.looks in self.late
-
-    def restart(self):
-        self.restarts += 1
-
-
-def test_a_late_timer_makes_a_boundary(monkeypatch):
+def test_a_late_timer_makes_a_boundary(clock):
     """At a planned boundary both happen at once."""
 
-    class Clocked(callbacks.Part):
-        timers = Timer(5, 6, 40), Timer(6, 10**6)
-
-        def due(self, run, events):
-            return "clock" in events
+    class Timed(callbacks.Part):
+        every = 3, "1 h"
 
         def at(self, run, events):
-            due.append((run.step, [*events], [timer.is_due for timer in self.timers]))
+            heard.append((run.step, [*events]))
 
-    due, real = [], opening._parts
-    monkeypatch.setattr(opening, "_parts", lambda *given: ([*real(*given)[0], Clocked()], []))
-    every = callbacks.every(3, lambda run: None)
-    fit(STEP, ts.setup(RULE, init()), data(), steps=12, steps_per_call=1, callbacks=every)
-    # Timers are looked at before a call, and after it: the third call makes the looks 5 and 6.
-    assert due == [(3, ["step", "clock"], [True, True])]
-    assert [timer.restarts for timer in Clocked.timers] == [1, 1]
-    assert not any(timer.is_due for timer in Clocked.timers)
+    def slow():
+        for i in range(12):  # the batches of the steps 3 and 8 take an hour
+            clock.sleep(3600 * (i in (2, 7)))
+            yield X[:8], Y[:8]
+
+    heard = []
+    fit(STEP, fresh(), slow(), steps=12, steps_per_call=1, callbacks=Timed())
+    assert heard == [(3, ["step", "clock"]), (6, ["step"]), (8, ["clock"]), (9, ["step"]), (12, ["step"])]
 
 
 def test_a_save_has_the_rows_before_its_step_in_the_logs(tmp_path):
@@ -1660,7 +1539,7 @@ def test_a_save_has_the_rows_before_its_step_in_the_logs(tmp_path):
     log = Log()
     options = {"steps": 12, "log_every": 3, "steps_per_call": 1, "fast_forward": True}
     with ts.Checkpoints(tmp_path, every=900) as saver:
-        fit(STEP, ts.setup(RULE, init()), Loader(5), logger=log, checkpoint=saver, **options)
+        fit(STEP, fresh(), Loader(5), logger=log, checkpoint=saver, **options)
     assert log.synced == ((1, 3), (1, 3, 6, 9, 12))
 
 
@@ -1702,17 +1581,17 @@ def test_what_a_step_calls_for_happens_before_a_signal_ends_the_run(tmp_path, st
 def test_the_last_step_calls_for_as_much_as_the_others(goal):
     seen = []
     see = callbacks.every(3, lambda run: seen.append(run.step))
-    fit(STEP, ts.setup(RULE, init()), data(drop_remainder=True), callbacks=see, **goal)
+    fit(STEP, fresh(), data(drop_remainder=True), callbacks=see, **goal)
     assert seen == [3, 6, 9, 12]
 
 
 def test_resident_data_is_the_same_data():
     for kwargs in ({}, {"shuffle": False}, {"drop_remainder": True}):
-        expected, rows = fit(STEP, ts.setup(RULE, init()), data(**kwargs), steps=19, log_every=1)
-        state, found = fit(STEP, ts.setup(RULE, init()), data(device=True, **kwargs), steps=19, log_every=1)
+        expected, rows = fit(STEP, fresh(), data(**kwargs), steps=19, log_every=1)
+        state, found = fit(STEP, fresh(), data(device=True, **kwargs), steps=19, log_every=1)
         assert_trees_close(state.params, expected.params, rtol=2e-6, atol=2e-6)
         np.testing.assert_allclose(found["loss"], rows["loss"], rtol=1e-5)
-        state, used = ts.setup(RULE, init()), data(device=True, **kwargs)
+        state, used = fresh(), data(device=True, **kwargs)
         for goal in (5, 11, 19):
             state, cut = fit(STEP, state, used, steps=goal, log_every=1, steps_per_call=3)
         np.testing.assert_array_equal(cut["loss"], found["loss"][11:])
@@ -1720,7 +1599,7 @@ def test_resident_data_is_the_same_data():
 
 @pytest.mark.medium
 def test_a_profiler_trace_around_fit_shows_its_calls(tmp_path):
-    state, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=2)
+    state, _ = fit(STEP, fresh(), data(), steps=2)
     with jax.profiler.trace(tmp_path):
         fit(STEP, state, data(), steps=6)
     assert [b"train_steps" in path.read_bytes() for path in tmp_path.rglob("*.xplane.pb")] == [True]
@@ -1732,7 +1611,7 @@ def test_loggers_get_one_row_of_each_step(goal):
     log = lambda row, step: told.append((step, row))
     noted = callbacks.every(3, lambda run: run.log(noted=run.step))
     options = dict(evaluate=lambda state: {"val/loss": 1.0}, evaluate_every=4, callbacks=[stop, noted])
-    fit(STEP, ts.setup(RULE, init()), even(), **goal, log_every=5, logger=log, **options)
+    fit(STEP, fresh(), even(), **goal, log_every=5, logger=log, **options)
     steps = [step for step, _ in told]
     assert steps == sorted(set(steps))
     assert {"loss", "val/loss"} <= told[-1][1].keys()
@@ -1745,7 +1624,7 @@ def test_loggers_get_one_row_of_each_step(goal):
     "make", medium_if(lambda make: make is not data, [data, lambda: ts.prefetch(even()), lambda: data(device=True)])
 )
 def test_an_evaluation_may_read_the_training_data(make):
-    expected, _ = fit(STEP, ts.setup(RULE, init()), make(), epochs=3)
+    expected, _ = fit(STEP, fresh(), make(), epochs=3)
     used, eval_step, values = make(), ts.eval_step(loss_fn), []
 
     def evaluate(state):
@@ -1753,18 +1632,18 @@ def test_an_evaluation_may_read_the_training_data(make):
         return {"train/loss": values[-1]}
 
     given = {"evaluate": evaluate, "evaluate_every": 3, "callbacks": lambda run: evaluate(run.state) and None}
-    state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=3, **given)
+    state, _ = fit(STEP, fresh(), used, epochs=3, **given)
     assert_trees_equal(state, expected)
     if make is data:  # all of the rows, whatever the place of the data
         assert values[-1] == pytest.approx(float(loss_fn(state.params, (X, Y))), rel=1e-5)
 
 
 def test_another_order_of_the_data_is_refused(tmp_path):
-    fit(STEP, ts.setup(RULE, init()), data(), steps=4, checkpoint=tmp_path)
+    fit(STEP, fresh(), data(), steps=4, checkpoint=tmp_path)
     for other in (data(seed=2), ts.batches((X, Y), 4, shuffle=True, seed=1), data(drop_remainder=True)):
         text = r"data at resume: got (seed 2|batch_size 4|drop_remainder True), expected .* in the checkpoint"
         with pytest.raises(DataError, match=text):
-            fit(STEP, ts.setup(RULE, init()), other, steps=9, checkpoint=tmp_path)
+            fit(STEP, fresh(), other, steps=9, checkpoint=tmp_path)
 
 
 @pytest.mark.medium
@@ -1772,7 +1651,7 @@ def test_the_best_checkpoint_is_that_of_its_own_step(tmp_path):
     values = [0.0, 1.0, 3.0, 2.0]
     with ts.Checkpoints(tmp_path, every=5, keep_last=1, keep_best=Best("val/loss", mode="min")) as saver:
         given = {"evaluate": lambda state: {"val/loss": values[int(state.step) // 10]}, "evaluate_every": 10}
-        fit(STEP, ts.setup(RULE, init()), data(), steps=30, checkpoint=saver, **given)
+        fit(STEP, fresh(), data(), steps=30, checkpoint=saver, **given)
         saver.wait()
         assert saver.steps() == [10, 30]
 
@@ -1780,14 +1659,14 @@ def test_the_best_checkpoint_is_that_of_its_own_step(tmp_path):
 @pytest.mark.parametrize("every", [3, 10])
 def test_an_evaluation_has_names_of_its_own(every):
     with pytest.raises(ts.errors.RowError, match=r"'loss' at evaluate: got a name of the training rows.*'val': data"):
-        fit(STEP, ts.setup(RULE, init()), data(), steps=20, evaluate=lambda state: {"loss": 1.0}, evaluate_every=every)
+        fit(STEP, fresh(), data(), steps=20, evaluate=lambda state: {"loss": 1.0}, evaluate_every=every)
 
 
 @pytest.mark.medium
 def test_names_of_rows_are_taken():
     log = callbacks.every(3, lambda run: run.log(grad_norm=1.0))
     with pytest.raises(ts.errors.RowError, match=r"'grad_norm' at run\.log\(\)"):
-        fit(STEP, ts.setup(RULE, init()), data(), steps=20, callbacks=log)
+        fit(STEP, fresh(), data(), steps=20, callbacks=log)
     for name, rule in (("epoch", RULE), ("learning_rate", RULE), ("learning_rate", ts.rules.sgd(0.1))):
         odd = ts.train_step(lambda params, batch, name=name: ts.Loss(loss_fn(params, batch), 1.0, metrics={name: 3.0}))
         with pytest.raises(ts.errors.RowError, match=rf"metric '{name}' at loss_fn: got a name that fit reserves"):
@@ -1802,7 +1681,7 @@ def test_a_pair_of_states_stops_on_nan():
 
     bad = ts.batches((X * np.nan, Y), 8)
     with pytest.warns(RuntimeWarning, match="was rejected"), pytest.raises(NonFiniteError, match="last of 4 in a row"):
-        fit(step, (ts.setup(RULE, init()), ts.setup(RULE, init())), bad, steps=30, max_bad=4)
+        fit(step, (fresh(), fresh()), bad, steps=30, max_bad=4)
 
 
 def test_a_number_for_each_class_has_columns():
@@ -1831,9 +1710,9 @@ def test_many_classes_have_columns_and_too_many_a_warning(classes):
 
 def test_memory_follows_its_callback(tmp_path):
     count = callbacks.every(2, count_calls)
-    fit(STEP, ts.setup(RULE, init()), data(), steps=4, callbacks=count, checkpoint=tmp_path)
+    fit(STEP, fresh(), data(), steps=4, callbacks=count, checkpoint=tmp_path)
     both = [callbacks.time_limit(1e6), count]
-    _, history = fit(STEP, ts.setup(RULE, init()), data(), steps=8, callbacks=both, checkpoint=tmp_path, log_every=1)
+    _, history = fit(STEP, fresh(), data(), steps=8, callbacks=both, checkpoint=tmp_path, log_every=1)
     assert history.series("calls")[1].tolist() == [1, 2, 3, 4]
 
 
@@ -1841,7 +1720,7 @@ def test_applied_steps_are_in_the_history_of_an_error():
     rows, seen = [(X[:8], Y[:8])] * 25, []
     log = lambda row, step: seen.append(step)
     with pytest.raises(DataError) as caught:
-        fit(STEP, ts.setup(RULE, init()), iter(rows), steps=40, log_every=1, logger=log)
+        fit(STEP, fresh(), iter(rows), steps=40, log_every=1, logger=log)
     assert int(caught.value.state.step) == 25 == caught.value.history["step"][-1] == seen[-1]
 
 
@@ -1907,8 +1786,8 @@ def test_an_argument_of_a_step_may_be_refilled_after_the_call(how):
 @pytest.mark.medium
 def test_batches_of_a_list_may_shrink():
     rows = [(X[:8], Y[:8])] + [(X[:4], Y[:4])] * 40
-    state, _ = fit(STEP, ts.setup(RULE, init()), rows, steps=41)
-    expected, _ = plainly(STEP, ts.setup(RULE, init()), rows, 41)
+    state, _ = fit(STEP, fresh(), rows, steps=41)
+    expected, _ = plainly(STEP, fresh(), rows, 41)
     assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
@@ -1916,7 +1795,7 @@ def test_batches_of_a_list_may_shrink():
 def test_batches_of_another_device():
     """They are refused, as a step refuses them: a copy of each batch would be a cost that is not seen."""
     batches = [jax.device_put((X[:8], Y[:8]), jax.devices()[1])] * 3
-    state = ts.to_device(ts.setup(RULE, init()), jax.devices()[2])
+    state = ts.to_device(fresh(), jax.devices()[2])
     with pytest.raises(DeviceError, match=r"batch\[0\]"):
         fit(STEP, state, batches, steps=3)
     assert ts.devices.device_of(state) == jax.devices()[2]
@@ -1932,8 +1811,8 @@ def test_a_callback_spreads_the_state_while_data_are_on_one_device():
             run.state = ts.shard(run.state, ts.mesh())
 
     options = {"steps": 16, "steps_per_call": 4, "log_every": 1}
-    expected, rows = fit(STEP, ts.setup(RULE, init()), even(), **options)
-    state = jax.device_put(ts.setup(RULE, init()), jax.devices()[0])
+    expected, rows = fit(STEP, fresh(), even(), **options)
+    state = jax.device_put(fresh(), jax.devices()[0])
     resident = data(drop_remainder=True, device=jax.devices()[0])
     state, same = fit(STEP, state, resident, callbacks=callbacks.every(8, spread), **options)
     assert state.params["out"]["bias"].sharding.device_set == set(jax.devices())
@@ -1974,18 +1853,13 @@ def test_a_state_that_moves_keeps_the_shapes_that_are_known():
     step = ts.train_step(lambda params, x: jnp.mean(jax.tree.leaves(x)[0]) * params["w"][0])
     batches = [X[:4]] * 3 + [{"x": X[:4]}] * 3
     with pytest.raises(DataError, match="batch at step 3: at batch: got dict with x, expected float32"):
-        fit(
-            step,
-            ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(3)}),
-            batches,
-            epochs=1,
-            callbacks=callbacks.every(3, move),
-        )
+        state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(3)})
+        fit(step, state, batches, epochs=1, callbacks=callbacks.every(3, move))
 
 
 def test_resident_data_in_a_step_of_its_own():
-    state, _ = fit(STEP, ts.setup(RULE, init()), data(device=True), steps=9, steps_per_call=None)
-    expected, _ = fit(STEP, ts.setup(RULE, init()), data(), steps=9, steps_per_call=None)
+    state, _ = fit(STEP, fresh(), data(device=True), steps=9, steps_per_call=None)
+    expected, _ = fit(STEP, fresh(), data(), steps=9, steps_per_call=None)
     assert_trees_close(state.params, expected.params, rtol=1e-5, atol=1e-6)
 
 
@@ -1995,7 +1869,7 @@ def test_a_state_on_a_mesh(kind):
     """Rows are spread over its data axis, from the host and from the device, and the numbers are the same."""
     mesh = jax.make_mesh((4,), ("data",), axis_types=(getattr(jax.sharding.AxisType, kind),))
     home = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    _, rows = fit(STEP, ts.setup(RULE, init()), even(), steps=13, log_every=1)
+    _, rows = fit(STEP, fresh(), even(), steps=13, log_every=1)
     for used in (even(),) if kind == "Explicit" else (even(), data(drop_remainder=True, device=mesh)):
         _, found = fit(STEP, ts.setup(RULE, init(), device=home), used, steps=13, log_every=1)
         np.testing.assert_allclose(found["loss"], rows["loss"], rtol=1e-5)
@@ -2015,7 +1889,7 @@ def test_rows_that_do_not_divide_by_the_devices():
 def test_progress_knows_the_end_of_the_last_epoch(capsys):
     used = even()
     n = len(used)
-    state, _ = fit(STEP, ts.setup(RULE, init()), used, epochs=2, progress=True)
+    state, _ = fit(STEP, fresh(), used, epochs=2, progress=True)
     assert f"{2 * n}/{2 * n} steps  100%" in capsys.readouterr().err
     fit(STEP, state, (batch for batch in used), epochs=1, progress=True)
     assert f"{3 * n} steps" in capsys.readouterr().err
@@ -2032,7 +1906,7 @@ def test_under_x64():
 
 def test_progress_says_from_where_a_run_goes_on(tmp_path, capsys):
     for steps in (4, 8):
-        ts.fit(STEP, ts.setup(RULE, init()), data(), steps=steps, checkpoint=tmp_path)
+        ts.fit(STEP, fresh(), data(), steps=steps, checkpoint=tmp_path)
         assert (f"resumed from {tmp_path}, step 4" in capsys.readouterr().err) == (steps == 8)
 
 
@@ -2064,70 +1938,57 @@ LENGTHS = [NotImplementedError("a stream"), ValueError("none"), AttributeError("
 @pytest.mark.parametrize("length", LENGTHS, ids=repr)
 def test_only_the_progress_needs_the_length_of_a_loader(capsys, length):
     """Read ahead, too, every batch of each epoch is trained on."""
-    whole, _ = fit(STEP, ts.setup(RULE, init()), list(Sized(6)), epochs=2)
+    whole, _ = fit(STEP, fresh(), list(Sized(6)), epochs=2)
     for data in (Sized(length), ts.prefetch(Sized(length))):
-        state, history = loud_fit(STEP, ts.setup(RULE, init()), data, epochs=2, log_every=1)
+        state, history = loud_fit(STEP, fresh(), data, epochs=2, log_every=1)
         assert_trees_equal(state, whole)
         assert history["epoch"].tolist() == [0] * 6 + [1] * 6
         *_, last = capsys.readouterr().err.splitlines()
         assert last.startswith("12/18 steps  67%  loss" if length == 9 else "12 steps  loss")
 
 
-def test_an_interrupt_while_the_data_are_closed_has_the_state(monkeypatch):
-    def close(self):
+def test_an_interrupt_while_the_data_are_closed_has_the_state():
+    def interrupted():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(feed.Feed, "close", close)
-    step, state = ts.train_step(toys.loss_fn), ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(8)})
+    used = ts.prefetch([toys.X])
+    late = callbacks.every(3, lambda run: setattr(used, "close", interrupted))
     with pytest.raises(KeyboardInterrupt) as caught:
-        ts.fit(step, state, [toys.X], steps=3, progress=False)
+        fit(ts.train_step(toys.loss_fn), toys.state(), used, steps=3, callbacks=late)
     assert int(caught.value.state.step) == 3 and len(caught.value.history["loss"]) >= 1
 
 
 @pytest.mark.medium
 def test_a_last_batch_that_cannot_be_cut_is_refused_before_the_first_step(tmp_path):
-    data, step, calls = ts.batches(toys.X, 12), ts.train_step(toys.loss_fn, accumulate=3), []
+    step, calls = ts.train_step(toys.loss_fn, accumulate=3), []
+    by_row = ts.train_step(toys.loss_fn, accumulate=3, per_example=lambda grads: grads)
     text = (
         r"got 4 rows, the last batch of an epoch of 6, expected a multiple of accumulate=3\. Choose such a batch_size"
     )
-    with pytest.raises(LossError, match=text):
-        ts.fit(step, toys.state(), data, epochs=1, progress=False, callbacks=calls.append)
-    with pytest.raises(LossError, match=text):
-        ts.fit(step, toys.state(), data, steps=6, progress=False, callbacks=calls.append)
+    twelve = functools.partial(ts.batches, toys.X, 12)
+    fit(step, toys.state(), twelve(), steps=5)  # it never gets there
+    fit(step, toys.state(), twelve(), steps=3, checkpoint=tmp_path)
+    for refused, batches, goal in (
+        (step, twelve(), {"epochs": 1}),
+        (step, twelve(), {"steps": 6}),
+        (step, twelve(), {"steps": 6, "checkpoint": tmp_path}),  # resumed in the middle of the epoch
+        (by_row, ts.prefetch(twelve()), {"epochs": 1}),
+    ):
+        with pytest.raises(LossError, match=text):
+            fit(refused, toys.state(), batches, callbacks=calls.append, **goal)
     assert not calls
-    ts.fit(step, toys.state(), data, steps=5, progress=False)  # it never gets there
-    ts.fit(step, toys.state(), ts.batches(toys.X, 12), steps=3, progress=False, checkpoint=tmp_path)
-    with pytest.raises(LossError, match=text):  # resumed in the middle of the epoch
-        ts.fit(
-            step,
-            toys.state(),
-            ts.batches(toys.X, 12),
-            steps=6,
-            progress=False,
-            checkpoint=tmp_path,
-            callbacks=calls.append,
-        )
-    assert not calls
-    ts.fit(step, toys.state(), ts.batches(toys.X, 12, drop_remainder=True), epochs=2, progress=False)
-    with pytest.raises(LossError, match=text):  # read ahead, and by row
-        rows = ts.train_step(toys.loss_fn, accumulate=3, per_example=lambda grads: grads)
-        ts.fit(
-            rows, toys.state(), ts.prefetch(ts.batches(toys.X, 12)), epochs=1, progress=False, callbacks=calls.append
-        )
-    assert not calls
+    fit(step, toys.state(), twelve(drop_remainder=True), epochs=2)
     means = optax.stateless(lambda grads, _: jax.tree.map(lambda g: -0.1 * g.mean(0), grads))
     apart = ts.train_step(toys.loss_fn, accumulate=3, per_example=True)
-    ts.fit(apart, ts.setup(means, {"w": jnp.ones(8)}), ts.batches(toys.X, 12), epochs=1, progress=False)
+    fit(apart, ts.setup(means, {"w": jnp.ones(8)}), twelve(), epochs=1)
     with pytest.raises(LossError, match=r"got 10 rows, expected"):  # no last one, but all
-        ts.fit(step, toys.state(), ts.batches(toys.X[:43], 10), epochs=1, progress=False)
+        fit(step, toys.state(), ts.batches(toys.X[:43], 10), epochs=1)
     padding = lambda params, x, mask: ts.Loss.mean((x @ params["w"]) ** 2, mask)
-    ts.fit(ts.train_step(padding, accumulate=3), toys.state(), ts.batches(toys.X, 12), epochs=1, progress=False)
+    fit(ts.train_step(padding, accumulate=3), toys.state(), twelve(), epochs=1)
 
 
 def test_a_finished_run_says_that_nothing_is_to_do_whatever_would_not_divide(tmp_path):
-    again = lambda step, **options: ts.fit(
-        step, toys.state(), ts.batches(toys.X, 12), epochs=1, progress=False, **options
-    )
+    again = lambda step, **options: fit(step, toys.state(), ts.batches(toys.X, 12), epochs=1, **options)
     again(ts.train_step(toys.loss_fn), checkpoint=tmp_path)
     with pytest.warns(UserWarning, match="nothing to do"):
         again(ts.train_step(toys.loss_fn, accumulate=3), checkpoint=tmp_path)
@@ -2143,7 +2004,7 @@ def test_jax_debug_nans_and_the_guard_do_not_fight():
     found = []
     for debugs in (False, True):
         with jax.debug_nans(debugs), pytest.warns(RuntimeWarning, match="step 1 .* was rejected"):
-            found.append(ts.fit(step, ts.setup(rule, jnp.zeros(3)), data, steps=3, progress=False, log_every=1))
+            found.append(fit(step, ts.setup(rule, jnp.zeros(3)), data, steps=3, log_every=1))
     assert_trees_equal(found[0][0], found[1][0])
     for name in ("loss", "grad_norm", "rejected", "learning_rate"):
         assert_trees_equal(found[0][1][name], found[1][1][name])

@@ -249,29 +249,27 @@ def test_metrics_have_no_part_in_the_gradient():
     assert_trees_close(with_metrics, without, rtol=1e-6, atol=1e-7)
 
 
-def test_metrics_of_clu_plug_in():
-    clu = need("clu.metrics")
+PLUGS = {  # (its metric of scores and labels, the same by scikit-learn)
+    "clu.metrics": (
+        lambda clu, scores, y: clu.Accuracy.from_model_output(logits=scores, labels=y),
+        lambda y, scores: sk.accuracy_score(y, scores.argmax(-1)),
+    ),
+    "metrax": (
+        lambda metrax, scores, y: metrax.MSE.from_model_output(predictions=scores[:, 0], labels=y),
+        lambda y, scores: sk.mean_squared_error(y, scores[:, 0]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLUGS)
+def test_metrics_of_other_libraries_plug_in(name):
+    library, (metric, score) = need(name), PLUGS[name]
 
     def loss_fn(params, batch):
         scores = batch["x"] @ params["w"]
-        found = {"acc": clu.Accuracy.from_model_output(logits=scores, labels=batch["y"])}
+        found = {"acc": metric(library, scores, batch["y"])}
         return ts.Loss.mean(-jax.nn.log_softmax(scores)[:, 0], metrics=found)
 
-    plugs_in(loss_fn, lambda y, scores: sk.accuracy_score(y, scores.argmax(-1)))
-
-
-def test_metrics_of_metrax_plug_in():
-    metrax = need("metrax")
-
-    def loss_fn(params, batch):
-        scores = batch["x"] @ params["w"]
-        found = {"acc": metrax.MSE.from_model_output(predictions=scores[:, 0], labels=batch["y"])}
-        return ts.Loss.mean(-jax.nn.log_softmax(scores)[:, 0], metrics=found)
-
-    plugs_in(loss_fn, lambda y, scores: sk.mean_squared_error(y, scores[:, 0]))
-
-
-def plugs_in(loss_fn, score):
     params, batch, _ = step_rows()
     expected = {"acc": score(batch["y"], batch["x"] @ params["w"])}
     state, evaluate = ts.setup(ts.rules.sgd(0.1), params), ts.eval_step(loss_fn)

@@ -2,8 +2,9 @@
 
 import dataclasses
 import datetime
+import itertools
 import shutil
-import types
+import time
 
 import jax
 import jax.numpy as jnp
@@ -312,14 +313,6 @@ def test_a_cadence_has_steps_and_epochs():
     assert [i for i in range(1, 5) if every.is_at_epoch(i)] == [2, 4]
 
 
-@pytest.fixture
-def clock(monkeypatch):
-    """The clock of durations, which stands still: `clock.now` is its time in seconds."""
-    clock = types.SimpleNamespace(now=0.0, monotonic=lambda: clock.now)
-    monkeypatch.setattr(cadence, "time", clock)
-    return clock
-
-
 def jumps(clock, seconds_at_step):
     """A callback that puts the clock forward at some steps: durations have passed after the next call."""
 
@@ -356,17 +349,6 @@ def test_whichever_comes_first_counts_from_the_last_save(tmp_path, clock):
     assert near(saved_steps(tmp_path, (10, "1 h"), callback), [3, 10, 12, 20, 25])
 
 
-class Ticks:
-    """A clock that is a second later whenever it is read, so that a second has passed after each call."""
-
-    def __init__(self):
-        self.now = 0
-
-    def monotonic(self):
-        self.now += 1
-        return self.now
-
-
 def columns(history):
     """All columns without the rates, which are times."""
     return {name: history[name].tolist() for name in history.names if not name.endswith("_per_second")}
@@ -375,7 +357,8 @@ def columns(history):
 @pytest.mark.parametrize("per_call", [1, 4, "auto", None])
 def test_saves_by_the_clock_change_no_bit_and_no_row(tmp_path, monkeypatch, per_call):
     """Also of a run that is resumed from any of them."""
-    monkeypatch.setattr(cadence, "time", Ticks())
+    ticks = itertools.count()  # a second has passed whenever the clock is read, so after each call
+    monkeypatch.setattr(time, "monotonic", lambda: next(ticks))
 
     def run(steps=14, **given):
         rows = {}

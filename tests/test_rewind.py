@@ -7,14 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
+from tests import toys
 from tests.helpers import medium_if
 from tsunax.checkpoints import _home
 from tsunax.errors import CheckpointError, HyperparameterError, SaveError, StateError
 from tsunax.reproduce import fingerprint
 from tsunax.run import rewinding
 from tsunax.timelines import timeline
-
-import toys
 
 STEPS = 20
 
@@ -90,22 +89,6 @@ def test_a_rewind_is_a_restore_by_hand(tmp_path, data_mode, steps_per_call, step
     assert ts.Checkpoints(tmp_path / "a" / "left" / "11", read_only=True).steps() == [8]
 
 
-def with_a_bad_row():
-    x = toys.X.copy()
-    x[21] = np.nan
-    return x
-
-
-def two_states():
-    return ts.States(first=a_state(), second=toys.state(), carry=jnp.zeros(()))
-
-
-def step_of_two(run, x):
-    step = ts.train_step(toys.noisy, donate=False).pure
-    first, info = step(run.first, x, {})
-    return run.advance(first=first, second=run.second, carry=run.carry + info.loss), info
-
-
 def accumulating():
     return ts.setup(ts.rules.accumulate(ts.rules.adam(0.1), 3), {"w": jnp.ones(8)}, key=jax.random.key(1))
 
@@ -115,9 +98,9 @@ CASES = {
     "an average": {"make": lambda: a_state(ema=0.9)},
     "micro-batches": {"step": ts.train_step(toys.noisy, accumulate=4)},
     "accumulation over calls": {"make": accumulating, "calls": (33, 48)},
-    "rejected steps": {"data": lambda: batches(with_a_bad_row()), "max_bad": 100},
+    "rejected steps": {"data": lambda: batches(toys.with_a_bad_row()), "max_bad": 100},
     "a mesh": {"make": lambda: ts.shard(a_state(), ts.mesh())},
-    "several states": {"make": two_states, "step": step_of_two},
+    "several states": {"make": toys.two_states, "step": toys.step_of_two},
     "a step a call": {"steps_per_call": None},
     "rows on the device": {"data": lambda: batches(device=True)},
     "read ahead": {"data": lambda: ts.prefetch(batches())},
@@ -239,7 +222,7 @@ def test_a_loss_is_a_spike_far_above_the_last_ones():
 @pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
 def test_a_rejected_call_makes_a_run_go_back_behind_its_batch(tmp_path):
     rewind = ts.callbacks.rewind("rejected", back=1, factor=1)
-    _, state, history = a_run(tmp_path / "a", [rewind], data=batches(with_a_bad_row()), steps=12)
+    _, state, history = a_run(tmp_path / "a", [rewind], data=batches(toys.with_a_bad_row()), steps=12)
     marks = [name for _, name, _ in history.marks if name in ("rejected", "rewind")]
     assert {*marks} == {"rewind"} and int(state.step) == 12 and int(state.rejected) == 0
 

@@ -9,36 +9,20 @@ import numpy as np
 import pytest
 import tsunax as ts
 from campaigns import fleets
+from tests.processes import answers, ready
 from tests.programs import saving
-from tests.test_distributed import Started, found, free_port, ready
 from tsunax.errors import CheckpointError
 
 
 @pytest.fixture
-def launch(tmp_path):
-    """A function that starts n processes of `tests.programs.saving`, all of which are ended afterwards."""
-    started = []
+def launch(start_processes, tmp_path):
+    """A function that starts n processes of `tests.programs.saving` on a folder."""
 
     def run(n, work, folder="saved"):
-        out = tmp_path / f"out {len(started)}"
-        out.mkdir()
         (tmp_path / folder).mkdir(exist_ok=True)
-        given = {"coordinator_address": f"localhost:{free_port()}", "num_processes": n, "timeout": 60}
-        command = [sys.executable, "-u", "-m", "tests.programs.saving", work, str(tmp_path / folder)]
-        new = [Started(out, i, command, {}, {**given, "process_id": i}) for i in range(n)]
-        started.extend(new)
-        return new
+        return start_processes("saving", n, work, tmp_path / folder)
 
-    yield run
-    for one in started:
-        one.process.kill()
-        one.process.wait()
-
-
-def answers(started, code=0) -> list:
-    codes = [one.wait(240) for one in started]
-    assert code is None or codes == [code] * len(started), [one.text[-2000:] for one in started]
-    return [found(one.text)[one.index] for one in started]
+    return run
 
 
 @pytest.mark.medium

@@ -204,14 +204,14 @@ def test_a_gpu_runs_no_kernels_to_choose_the_fastest(monkeypatch):
     """They would take its memory, and most of the time of a trial."""
     options = []
 
-    def compile(self, compiler_options=None):
-        options.append(compiler_options)
-        return self
+    class Noted(Fake):
+        def compile(self, compiler_options=None):
+            options.append(compiler_options)
+            return self
 
-    monkeypatch.setattr(Fake, "compile", compile)
     gpu = dataclasses.make_dataclass("Device", [("platform", str, "gpu")])()
     monkeypatch.setattr(_memory, "device_of_state", lambda state: gpu)
-    size, report = find_batch_size(Fake(lambda n: 50 * MIB + n), TINY, ROW, memory=1 << 30, max_size=64)
+    size, report = find_batch_size(Noted(lambda n: 50 * MIB + n), TINY, ROW, memory=1 << 30, max_size=64)
     assert size == 64 and options == [{"xla_gpu_autotune_level": 0}] * len(report.trials)
 
 
@@ -406,14 +406,16 @@ def test_the_range_test_changes_nothing():
     assert ts.hyperparams(state)["learning_rate"] == pytest.approx(0.1)  # the schedule's still
 
 
-@pytest.mark.slow
-def test_rejected_steps_end_the_test():
+@pytest.mark.medium
+@pytest.mark.parametrize("options", [{}, {"loss_scale": "dynamic"}])
+def test_rejected_steps_end_the_test(options):
+    """Under a loss scale, too: a gradient that is not finite at the smallest scale is none of its doing."""
+
     def loss_fn(params, x):  # finite everywhere; beyond 0.2 its gradient is 0 / 0
         return jnp.mean((x @ params["w"] - 1) ** 2) + jnp.sqrt(jnp.maximum(0.2 - params["w"][0], 0.0))
 
-    step = ts.train_step(loss_fn)
-    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)})
-    _, report = find_learning_rate(step, state, [np.ones((4, 2), np.float32)], low=1e-4, high=10, points=50)
+    state, data = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)}, **options), [np.ones((4, 2), np.float32)]
+    _, report = find_learning_rate(ts.train_step(loss_fn), state, data, low=1e-4, high=10, points=50)
     assert 10 < report.used < 50 and np.isnan(report.losses[report.used])
     assert np.isfinite(report.losses[: report.used]).all()
 
@@ -430,19 +432,6 @@ def test_a_loss_scale_that_comes_down_does_not_end_the_test():
     np.testing.assert_array_equal(report.rates, plain.rates)
     np.testing.assert_allclose(report.losses, plain.losses, rtol=1e-5)
     assert report.used == 40 and int(scaled.rejected) == 0
-
-
-@pytest.mark.medium
-def test_a_loss_scale_does_not_hide_divergence():
-    """A loss that is not finite is none of its doing, nor a gradient that is not at the smallest scale."""
-
-    def loss_fn(params, x):  # finite everywhere; beyond 0.2 its gradient is 0 / 0
-        return jnp.mean((x @ params["w"] - 1) ** 2) + jnp.sqrt(jnp.maximum(0.2 - params["w"][0], 0.0))
-
-    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)}, loss_scale="dynamic")
-    data = [np.ones((4, 2), np.float32)]
-    _, report = find_learning_rate(ts.train_step(loss_fn), state, data, low=1e-4, high=10, points=50)
-    assert 10 < report.used < 50 and np.isnan(report.losses[report.used])
 
 
 def test_a_number_among_the_extra_arguments_of_a_range_test():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
+from tests import toys
 from tests.helpers import count_compiles, need
 from tsunax._core.tables import short
 from tsunax.checkpoints import edits, script_settings
@@ -22,8 +23,6 @@ from tsunax.reproduce import fingerprint
 from tsunax.run import control, mailboxes
 from tsunax.timelines import command_line, timeline
 from tsunax.timelines.command_line import ask
-
-import toys
 
 STEPS = 24
 
@@ -49,25 +48,9 @@ def a_run(folder, step, make, data, *, every=8, steps=STEPS, **options):
     return prints, history
 
 
-def with_a_bad_row():
-    x = toys.X.copy()
-    x[21] = np.nan
-    return x
-
-
 def population():
     rates = jnp.array([0.05, 0.1, 0.2])
     return ts.population(lambda key, rate: ts.setup(ts.rules.sgd(rate), {"w": jnp.ones(8)}), 3, rate=rates)
-
-
-def two_states():
-    return ts.States(first=toys.state(key=jax.random.key(0)), second=toys.state(), carry=jnp.zeros(()))
-
-
-def step_of_two(run, x):
-    step = ts.train_step(toys.noisy, donate=False).pure
-    first, info = step(run.first, x, {})
-    return run.advance(first=first, second=run.second, carry=run.carry + info.loss), info
 
 
 def a_mesh_state():
@@ -76,37 +59,21 @@ def a_mesh_state():
 
 CASES = {
     "plain": {},
-    "keys and an average": {"loss_fn": toys.noisy, "make": lambda: toys.state(key=jax.random.key(1), ema=0.9)},
-    "rejected steps": {"x": with_a_bad_row()},
-    "accumulation over calls": {
-        "make": lambda: ts.setup(ts.rules.accumulate(ts.rules.adam(0.1), 3), {"w": jnp.ones(8)})
-    },
-    "micro-batches": {"step": {"accumulate": 4}},
     "a population": {"make": population},
-    "several states": {"make": two_states, "step": step_of_two},
+    "several states": {"make": toys.two_states, "step": toys.step_of_two},
     "a mesh": {"make": a_mesh_state, "loss_fn": toys.noisy},
     "a step a call": {"fit": {"steps_per_call": None}},
-    "rows on the device": {"data": {"device": True}},
-    "a list": {"list": True},
     "no data": {"loss_fn": toys.drawn, "make": lambda: toys.state(key=jax.random.key(2)), "no_data": True},
 }
 
 
-@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_has_the_bits_of_the_run(tmp_path, name):
+    """What one step, one device or data of the table in tests/test_equivalences.py do not have."""
     case = CASES[name]
-    options, make, x = case.get("step", {}), case.get("make", toys.state), case.get("x", toys.X)
-    loss_fn = case.get("loss_fn", toys.loss_fn)
-    step = options if callable(options) else ts.train_step(loss_fn, **options)
-
-    def data():
-        if "no_data" in case:
-            return None
-        batches = ts.batches(x, 8, shuffle=True, seed=3, **case.get("data", {}))
-        return list(batches) if "list" in case else batches
-
-    prints, _ = a_run(tmp_path / "a", step, make, data(), max_bad=100, **case.get("fit", {}))
+    make, step = case.get("make", toys.state), case.get("step", ts.train_step(case.get("loss_fn", toys.loss_fn)))
+    data = lambda: None if "no_data" in case else ts.batches(toys.X, 8, shuffle=True, seed=3)
+    prints, _ = a_run(tmp_path / "a", step, make, data(), **case.get("fit", {}))
     given = data()
     line = timeline(tmp_path / "a", step, make, given)
     assert line.steps == [8, 16, 24]
@@ -116,7 +83,7 @@ def test_every_step_has_the_bits_of_the_run(tmp_path, name):
 
 
 def test_calls_reach_states_that_no_step_has(tmp_path):
-    step, x = ts.train_step(toys.loss_fn), with_a_bad_row()
+    step, x = ts.train_step(toys.loss_fn), toys.with_a_bad_row()
     with pytest.warns(RuntimeWarning, match="rejected"):
         a_run(tmp_path / "a", step, toys.state, ts.batches(x, 8), max_bad=100)
     line = timeline(tmp_path / "a", step, toys.state, ts.batches(x, 8))
@@ -138,10 +105,12 @@ def test_a_step_that_was_saved_after_a_rejected_call_is_the_step_before_it(tmp_p
     x[60] = np.nan
 
     def step_of_named_infos(run, x):
-        new, info = step_of_two(run, x)
+        new, info = toys.step_of_two(run, x)
         return new, {"first": info}
 
-    make, step = (toys.state, ts.train_step(toys.loss_fn)) if name == "one state" else (two_states, step_of_named_infos)
+    make, step = (
+        (toys.state, ts.train_step(toys.loss_fn)) if name == "one state" else (toys.two_states, step_of_named_infos)
+    )
     with pytest.warns(RuntimeWarning, match="rejected"):
         prints, _ = a_run(
             tmp_path / "a", step, make, ts.batches(x, 8), every="epoch", steps=None, epochs=2, max_bad=100
@@ -276,11 +245,11 @@ def test_steps_beyond_the_newest_checkpoint_are_told(tmp_path):
 @pytest.mark.parametrize("makes_info", [lambda info: info, lambda info: {"loss": info.loss}, lambda info: {"a": info}])
 def test_a_call_of_several_states_is_explained_as_far_as_it_is_known(tmp_path, makes_info):
     def step(run, x):
-        new, info = step_of_two(run, x)
+        new, info = toys.step_of_two(run, x)
         return new, makes_info(info)
 
-    _, history = a_run(tmp_path / "a", step, two_states, ts.batches(toys.X, 8), steps=8, log_every=1)
-    explanation = timeline(tmp_path / "a", step, two_states, ts.batches(toys.X, 8)).explain(5)
+    _, history = a_run(tmp_path / "a", step, toys.two_states, ts.batches(toys.X, 8), steps=8, log_every=1)
+    explanation = timeline(tmp_path / "a", step, toys.two_states, ts.batches(toys.X, 8)).explain(5)
     loss = history["loss"][4] if "loss" in history else np.nan
     np.testing.assert_allclose(explanation.loss, loss, rtol=1e-6)
     assert repr(explanation).endswith("rows and layers are known for a train_step of one state alone")

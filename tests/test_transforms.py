@@ -12,10 +12,10 @@ import pytest
 import tsunax as ts
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from tests.helpers import assert_trees_equal
+from tests.helpers import assert_trees_equal, error_of
 from tsunax.checkpoints import _safetensors, exchange
 from tsunax.checkpoints.exchange import cast, rearrange, torch_kernel, torch_name
-from tsunax.errors import CheckpointError, HyperparameterError, PatternError, WrongTypeError
+from tsunax.errors import HyperparameterError, PatternError, WrongTypeError
 
 
 def normal(*shape, seed=0):
@@ -24,12 +24,6 @@ def normal(*shape, seed=0):
 
 def like(tree):
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), tree)
-
-
-def error_of(f, kind=CheckpointError) -> str:
-    with pytest.raises(kind) as told:
-        f()
-    return str(told.value)
 
 
 @pytest.fixture

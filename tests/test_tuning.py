@@ -238,9 +238,8 @@ def test_a_sweep_goes_on(optuna, tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["random", "grid", "optuna"])
-def test_a_torn_line_is_dropped_and_others_are_errors(tmp_path, optuna, backend, monkeypatch):
+def test_a_torn_line_is_dropped_and_others_are_errors(tmp_path, optuna, backend, clock):
     """Each cut of the journal is of a process that died there: the sweep ends as if it had not."""
-    monkeypatch.setattr("tsunax.tuning._study._LOCK_SECONDS", 0.02)
     space = {**SPACE, "rule": spaces.grid(["adam", "sgd"])}
     whole = tune(space=space, trials=6, backend=backend, directory=tmp_path / "a")
     content = (tmp_path / "a" / "optuna.journal").read_bytes()
@@ -311,10 +310,8 @@ def test_signals_end_a_sweep(optuna, tmp_path, kind):
     assert len(tuning.read(tmp_path / "sweep")) == 6
 
 
-def test_a_run_that_is_interrupted_inside_a_trial(optuna, tmp_path, monkeypatch):
+def test_a_run_that_is_interrupted_inside_a_trial(optuna, tmp_path, notebook):
     """`fit` hears Ctrl-C itself, and in a notebook returns: what it returns is no result."""
-    monkeypatch.setattr("tsunax.loop.in_notebook", lambda: True)
-    monkeypatch.setattr("tsunax.tuning.tuner.in_notebook", lambda: True)
     step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
     data = ts.batches(np.ones((8, 2), np.float32), 4)
 
@@ -714,7 +711,7 @@ def test_a_worker_that_holds_the_lock_is_waited_for(optuna, tmp_path, monkeypatc
         lock.release()
 
     path.write_bytes(content + half[:20])
-    monkeypatch.setattr("tsunax.tuning._study.time.sleep", sleep)
+    monkeypatch.setattr(time, "sleep", sleep)
     tune(trials=2, directory=tmp_path)
     assert path.read_bytes().startswith(content + half)
 

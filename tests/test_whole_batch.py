@@ -13,7 +13,7 @@ import pytest
 import tsunax as ts
 from flax import linen
 from jax.sharding import PartitionSpec
-from tests.helpers import assert_trees_close, assert_trees_equal
+from tests.helpers import assert_trees_close, assert_trees_equal, relative
 from tsunax.errors import LossError, StateError, WrongTypeError
 
 ROWS = 24
@@ -57,11 +57,6 @@ def gradient(loss_fn, n=1, state=None, batch=BATCH):
 @functools.cache
 def _gradient(loss_fn, n):
     return jax.jit(ts.value_and_grad(loss_fn, accumulate=n))
-
-
-def relative(a, b):
-    wide = lambda tree: np.concatenate([np.ravel(np.asarray(x, np.float64)) for x in jax.tree.leaves(tree)])
-    return np.linalg.norm(wide(a) - wide(b)) / np.linalg.norm(wide(b))
 
 
 # ------------------------------------------------------------------------------------------------------ equivalences
