@@ -14,7 +14,6 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import Figure, PyTree, checks, trees
-from tsunax._step.members import refuse_population
 from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.hyper import adjust
 from tsunax.precision import LossScale
@@ -22,6 +21,7 @@ from tsunax.program import TrainStep, check_is_train_step
 from tsunax.run import chunks, fused_loop, plots
 from tsunax.run.feed import Feed
 from tsunax.state import TrainState, check_state, own
+from tsunax.states import refuse_population
 
 __all__ = ["RangeTest", "find_learning_rate"]
 

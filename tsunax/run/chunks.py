@@ -1,4 +1,4 @@
-"""The batches of a call, and the parts of feeders: shapes, room and placement of batches.
+"""The batches of a call: feeders, which read them, and their shapes, room and placement.
 
 The room of a call is the number of batches that its program is compiled for. It follows from the
 bytes of a batch and from settings alone; the clock decides how many batches a call has.
@@ -19,6 +19,7 @@ from tsunax.data.checks import check_batch
 from tsunax.data.cursors import Source
 from tsunax.data.positions import Data, innermost
 from tsunax.errors import DataError, warn
+from tsunax.program import TrainStep
 from tsunax.run import fused_loop
 
 # Bytes of the batches of a call: they fit in a cache, and are a fraction of a model's memory.
@@ -28,6 +29,8 @@ MOST_BATCHES = 64
 # Steps of a call if the program gathers or makes its batches: then only infos need memory.
 RESIDENT = 1024
 NO_LIMIT = np.iinfo(np.int32).max
+# Bytes of the copies of a single batch, which are made once for many calls.
+REPEATED_BYTES = 4 << 20
 MOST_SHAPES = 16  # shapes that the batches of a run may have: each shape compiles
 
 
@@ -48,7 +51,6 @@ class Demand(NamedTuple):
     home: Any  # the sharding of the state
     step: int  # the step of the run before the call, for messages
     limit: int = NO_LIMIT  # rejected steps in a row that end the call
-    boundary_steps: float = 1  # steps up to the next boundary, which needs the place of the data
 
 
 class Limits(NamedTuple):
@@ -61,8 +63,6 @@ class Limits(NamedTuple):
 
 
 def epochs_of(chunks: Sequence[Chunk]) -> np.ndarray:
-    if all(isinstance(chunk.epochs, int) for chunk in chunks):
-        return np.repeat([chunk.epochs for chunk in chunks], [chunk.steps for chunk in chunks])
     return np.concatenate([np.broadcast_to(chunk.epochs, chunk.steps) for chunk in chunks])
 
 
@@ -70,18 +70,13 @@ class Feeder:
     """A way to read a source; see `run/feed.py` for the five feeders."""
 
     size: int = 1  # the most steps of a call, of batches of the newest shape
-    place: dict[str, Any] | None = None  # the data's place, if batches were read ahead
 
     def take(self, demand: Demand) -> Chunk | None:
         """The batches of the next call; None at the end of an epoch."""
         raise NotImplementedError
 
-    def read_ahead(self, demand: Demand, total: int) -> list[Chunk]:
-        """Chunks of batches that were read ahead, for at most `total` steps."""
-        return []
-
-    def forget(self) -> dict[str, Any] | None:
-        """Drop batches that were read ahead or repeated. Returns the data's place if it changes."""
+    def forget(self) -> None:
+        """Drop a batch that is repeated."""
 
 
 class Form(NamedTuple):
@@ -121,12 +116,6 @@ class Forms:
             return Form(2, bytes, True)  # once in an epoch
         self._first_batch = batch if self._first_batch is None else self._first_batch
         return Form(self._room(bytes, is_on_device), bytes, False)
-
-    def room_of(self, batch: PyTree) -> int:
-        """The batches of a call for batches of this shape, which may be new."""
-        leaves = jax.tree.leaves(batch)
-        is_on_device = any(isinstance(x, jax.Array) for x in leaves)
-        return self._room(sum(getattr(x, "nbytes", 0) for x in leaves), is_on_device)
 
     def _room(self, bytes: int, is_on_device: bool) -> int:
         if self._repeated_bytes is not None:
@@ -251,3 +240,87 @@ class NoBatches(Feeder):
             return Chunk(fused_loop.Single(None), None, 1, 0, 0)
         steps = min(demand.steps, self.size)
         return Chunk(fused_loop.Nothing(self.size), count_of(steps, demand.limit), steps, 0, 0)
+
+
+class OfHost(Feeder):
+    """A feeder of batches on the host, with one form for each of their shapes."""
+
+    def __init__(self, source: Source, forms: Forms, placer: Placer, last_epoch: float = 0) -> None:
+        self._source, self._forms, self._placer = source, forms, placer
+        self._last_epoch = last_epoch  # a call may cross the ends of epochs before this one
+
+
+class SingleBatches(OfHost):
+    """Single batches, for a step that is called without a loop."""
+
+    def take(self, demand: Demand) -> Chunk | None:
+        epoch = self._source.epoch
+        if (batch := self._source.next()) is None:
+            return None
+        form = self._forms.form_of(*jax.tree.flatten(batch), demand.step)
+        home, placer = demand.home, self._placer
+        if placer.is_whole:
+            batch = placement.replicate(batch, home, shared=False)
+        elif not isinstance(placer.step, TrainStep) and isinstance(home, NamedSharding):
+            batch = placement.put_rows(batch, home, shared=False)  # a TrainStep does it itself
+        return Chunk(fused_loop.Single(batch), None, 1, epoch, form.bytes)
+
+
+class OneBatch(OfHost):
+    """Many epochs of data with a single batch, which is read again after every boundary."""
+
+    _copies: fused_loop.Stacked | None = None
+
+    def take(self, demand: Demand) -> Chunk:
+        source, home, stack = self._source, demand.home, self._copies
+        if source.position:
+            source.next()
+        epoch = source.epoch
+        if stack is None:
+            leaves, treedef = jax.tree.flatten(source.next())
+            self.size: int = self._forms.form_of(leaves, treedef, demand.step).room
+            copies = [with_room(x[None], self.size) for x in leaves]
+            stack = fused_loop.Stacked(treedef.unflatten(copies))
+            placement.check_devices(stack.batches, home)
+            stack = stack if isinstance(home, NamedSharding) else jax.device_put(stack, home)
+        steps = int(min(demand.steps, self.size, self._last_epoch - epoch))
+        source.again(steps)
+        self._copies, count = self._placer.stacked(stack, steps, demand)
+        return Chunk(self._copies, count, steps, np.arange(epoch, epoch + steps), 0)
+
+    def forget(self) -> None:
+        self._copies = None
+
+
+class Stacks(OfHost):
+    """Batches that are stacked on the host."""
+
+    def take(self, demand: Demand) -> Chunk | None:
+        source, steps = self._source, min(demand.steps, self.size)
+        epochs: Any = source.epoch
+        if epochs < self._last_epoch and len(source.data) < steps:
+            steps_left = (self._last_epoch - epochs) * len(source.data) - source.position
+            batches, epochs = self._over_epochs(int(min(steps, steps_left)))
+        else:
+            form_of = lambda batch: self._forms.form_of(*jax.tree.flatten(batch), demand.step)
+            batches = source.take(steps, lambda batch: form_of(batch).room)
+        if batches is None:
+            return None
+        leaves, treedef = jax.tree.flatten(batches)
+        form = self._forms.form_of(leaves, treedef, demand.step, axes=1)
+        if not form.is_tail:
+            self.size: int = form.room
+        stack = fused_loop.Stacked(treedef.unflatten(with_room(x, form.room) for x in leaves))
+        steps = len(leaves[0])
+        stack, count = self._placer.stacked(stack, steps, demand)
+        return Chunk(stack, count, steps, epochs, form.room * form.bytes)
+
+    def _over_epochs(self, steps: int) -> tuple[Any, np.ndarray]:
+        """The next `steps` batches, over the ends of short epochs, and the epoch of each batch."""
+        stacks, epochs = [], []
+        while len(epochs) < steps:
+            epoch = self._source.epoch
+            if (stack := self._source.take(steps - len(epochs))) is not None:
+                stacks.append(stack)
+                epochs += [epoch] * len(jax.tree.leaves(stack)[0])
+        return jax.tree.map(lambda *x: np.concatenate(x), *stacks), np.array(epochs)

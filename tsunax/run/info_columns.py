@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Function, PyTree, Scalar, TreeDef, tables
-from tsunax._step.members import check_local_members
 from tsunax.errors import RowError
 from tsunax.rules.number_table import Numbers
 from tsunax.run.run import OF_FIT
-from tsunax.states import COUNTED, States, numbers_of, training_states
+from tsunax.states import COUNTED, States, check_local_members, numbers_of, training_states
 from tsunax.step import StepInfo
 
 # Columns of one name, for 1,000 classes or members. A matrix of more would fill the memory.
