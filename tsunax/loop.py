@@ -321,12 +321,11 @@ def fit(
                 saver = stack.enter_context(opened(checkpoint))
         fitting = opening.begin(step, state, data, options, saver)
         run = fitting.run
-        stack.callback(lambda: _closed(fitting))
-        if fitting.has_nothing_to_do():
-            warn(opening.nothing_to_do(fitting, saver))
-            return run.state, run.history
         try:
-            with fitting.interrupt:
+            with contextlib.closing(fitting.feed), fitting.interrupt:
+                if fitting.has_nothing_to_do():
+                    warn(opening.nothing_to_do(fitting, saver))
+                    return run.state, run.history
                 _train(fitting)
                 while fitting.run.restart is not None:  # after a rewind
                     fitting = opening.begin(step, state, data, options, saver, fitting)
@@ -334,11 +333,11 @@ def fit(
                     _train(fitting)
                 if not fitting.signal:  # It may come while the end is evaluated and saved.
                     fitting.poll(fitting.agreement.agree_at_end)
-        except BaseException as error:
+                if dry_run:
+                    fitting.feed.return_data()
+        except BaseException as error:  # also of the wait for the data to close
             with_state(error, run)
             raise
-        if dry_run:
-            fitting.feed.return_data()
     _raise_for_signal(fitting)
     return run.state, run.history
 
@@ -364,15 +363,6 @@ def _raise_for_signal(fitting: Fit) -> None:
         raise error
 
 
-def _closed(fitting: Fit) -> None:
-    """Close the data; an interrupt during that wait has `error.state`, too."""
-    try:
-        fitting.feed.close()
-    except BaseException as error:
-        with_state(error, fitting.run)
-        raise
-
-
 def _train(fitting: Fit) -> None:
     """The parts of the run, and the loop between their beginning and their end."""
     run, goal = fitting.run, fitting.options.goal
@@ -391,11 +381,11 @@ def _loop(fitting: Fit) -> None:
         if fitting.call():  # The device runs it. At the end of an epoch there is no call.
             fitting.dispatched()  # It reads the numbers of earlier calls meanwhile.
         if fitting.take_epoch_end():
-            fitting.epoch_ended()
+            fitting.hold_epoch_boundary()
         # Signals and timers make requests. After a rewind the run begins again, without its end.
         is_boundary = fitting.steps_to_boundary() == 0 or fitting.requests
         if is_boundary and fitting.run.restart is None:
-            fitting.boundary_here()  # evaluate, callbacks, loggers, progress, checkpoint
+            fitting.hold_boundary()  # evaluate, callbacks, loggers, progress, checkpoint
     if fitting.run.restart is None:
         fitting.end()
 

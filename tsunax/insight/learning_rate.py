@@ -188,13 +188,10 @@ def _smoothed_until_divergence(
     losses: np.ndarray, smooth: float, stop: float
 ) -> tuple[np.ndarray, int]:
     """The bias-corrected average of the losses, and how many come before they diverge."""
-    average, smoothed = 0.0, np.full(len(losses), np.nan)
-    for i, loss in enumerate(losses):
-        average = smooth * average + (1 - smooth) * loss
-        smoothed[i] = average / (1 - smooth ** (i + 1))
-        if not np.isfinite(smoothed[i]) or smoothed[i] > stop * abs(smoothed[: i + 1].min()):
-            return smoothed, i
-    return smoothed, len(losses)
+    smoothed = plots.averaged(np.arange(len(losses)), losses, smooth)
+    diverges = smoothed > stop * np.abs(np.minimum.accumulate(smoothed))
+    used = int(np.argmax([*(diverges | ~np.isfinite(losses)), True]))
+    return np.where(np.arange(len(losses)) <= used, smoothed, np.nan), used
 
 
 def _with_suggestions(name: str, rates, losses, smoothed, used: int) -> tuple[float, RangeTest]:

@@ -117,6 +117,12 @@ class Forms:
         self._first_batch = batch if self._first_batch is None else self._first_batch
         return Form(self._room(bytes, is_on_device), bytes, False)
 
+    def room_of(self, batch: PyTree) -> int:
+        """The batches of a call for batches of this shape, which may be new."""
+        leaves = jax.tree.leaves(batch)
+        is_on_device = any(isinstance(x, jax.Array) for x in leaves)
+        return self._room(sum(getattr(x, "nbytes", 0) for x in leaves), is_on_device)
+
     def _room(self, bytes: int, is_on_device: bool) -> int:
         if self._repeated_bytes is not None:
             return buffer_size(bytes, self._limits, self._repeated_bytes)
@@ -149,24 +155,6 @@ class Forms:
             )
         gathers = isinstance(self._data, Data) and self._data.gathers
         return differs_in_rows and gathers and check_batch(batch) < check_batch(first)
-
-
-class Placer(NamedTuple):
-    """Places batches of a source for a step."""
-
-    source: Source
-    step: Step
-    is_population: bool
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether each device takes all rows, as the members of a population do."""
-        return self.source.is_whole or self.is_population
-
-    def stacked(self, stack: fused_loop.Stacked, steps: int, demand: Demand) -> tuple[Any, Any]:
-        return place(
-            stack, steps, demand.home, demand.limit, step=self.step, is_whole=self.is_whole
-        )
 
 
 def with_room(x: Any, size: int) -> Any:
@@ -245,9 +233,21 @@ class NoBatches(Feeder):
 class OfHost(Feeder):
     """A feeder of batches on the host, with one form for each of their shapes."""
 
-    def __init__(self, source: Source, forms: Forms, placer: Placer, last_epoch: float = 0) -> None:
-        self._source, self._forms, self._placer = source, forms, placer
+    def __init__(
+        self, source: Source, forms: Forms, step: Step, is_population: bool, last_epoch: float = 0
+    ) -> None:
+        self._source, self._forms, self._step = source, forms, step
+        self._is_population = is_population
         self._last_epoch = last_epoch  # a call may cross the ends of epochs before this one
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether each device takes all rows, as the members of a population do."""
+        return self._source.is_whole or self._is_population
+
+    def _placed(self, stack: fused_loop.Stacked, steps: int, demand: Demand) -> tuple[Any, Any]:
+        options: Any = {"step": self._step, "is_whole": self._is_whole}
+        return place(stack, steps, demand.home, demand.limit, **options)
 
 
 class SingleBatches(OfHost):
@@ -258,11 +258,10 @@ class SingleBatches(OfHost):
         if (batch := self._source.next()) is None:
             return None
         form = self._forms.form_of(*jax.tree.flatten(batch), demand.step)
-        home, placer = demand.home, self._placer
-        if placer.is_whole:
-            batch = placement.replicate(batch, home, shared=False)
-        elif not isinstance(placer.step, TrainStep) and isinstance(home, NamedSharding):
-            batch = placement.put_rows(batch, home, shared=False)  # a TrainStep does it itself
+        if self._is_whole:
+            batch = placement.replicate(batch, demand.home, shared=False)
+        elif not isinstance(self._step, TrainStep) and isinstance(demand.home, NamedSharding):
+            batch = placement.put_rows(batch, demand.home, shared=False)  # a TrainStep does it
         return Chunk(fused_loop.Single(batch), None, 1, epoch, form.bytes)
 
 
@@ -285,7 +284,7 @@ class OneBatch(OfHost):
             stack = stack if isinstance(home, NamedSharding) else jax.device_put(stack, home)
         steps = int(min(demand.steps, self.size, self._last_epoch - epoch))
         source.again(steps)
-        self._copies, count = self._placer.stacked(stack, steps, demand)
+        self._copies, count = self._placed(stack, steps, demand)
         return Chunk(self._copies, count, steps, np.arange(epoch, epoch + steps), 0)
 
     def forget(self) -> None:
@@ -302,8 +301,7 @@ class Stacks(OfHost):
             steps_left = (self._last_epoch - epochs) * len(source.data) - source.position
             batches, epochs = self._over_epochs(int(min(steps, steps_left)))
         else:
-            form_of = lambda batch: self._forms.form_of(*jax.tree.flatten(batch), demand.step)
-            batches = source.take(steps, lambda batch: form_of(batch).room)
+            batches = source.take(steps, self._forms.room_of)
         if batches is None:
             return None
         leaves, treedef = jax.tree.flatten(batches)
@@ -312,7 +310,7 @@ class Stacks(OfHost):
             self.size: int = form.room
         stack = fused_loop.Stacked(treedef.unflatten(with_room(x, form.room) for x in leaves))
         steps = len(leaves[0])
-        stack, count = self._placer.stacked(stack, steps, demand)
+        stack, count = self._placed(stack, steps, demand)
         return Chunk(stack, count, steps, epochs, form.room * form.bytes)
 
     def _over_epochs(self, steps: int) -> tuple[Any, np.ndarray]:

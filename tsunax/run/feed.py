@@ -252,14 +252,14 @@ def _feeder_of(
         from tsunax.run.resident_batches import ResidentRows
 
         return ResidentRows(source, chunks.RESIDENT, is_population)
-    placer, forms = chunks.Placer(source, step, is_population), chunks.Forms(data, limits)
+    forms, call = chunks.Forms(data, limits), (step, is_population)
     if limits.steps_per_call is None:
-        return chunks.SingleBatches(source, forms, placer)
+        return chunks.SingleBatches(source, forms, *call)
     if isinstance(data, list | tuple) and len(data) == 1 and limits.last_epoch > 0:
         forms = chunks.Forms(data, limits, chunks.REPEATED_BYTES)
-        return chunks.OneBatch(source, forms, placer, limits.last_epoch)
+        return chunks.OneBatch(source, forms, *call, limits.last_epoch)
     crosses_epochs = isinstance(data, Data) and data.is_of_arrays and data.tail_rows == 0
-    return chunks.Stacks(source, forms, placer, limits.last_epoch if crosses_epochs else 0)
+    return chunks.Stacks(source, forms, *call, limits.last_epoch if crosses_epochs else 0)
 
 
 def _is_resident(data: Any, home: Any) -> bool:

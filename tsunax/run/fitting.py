@@ -207,12 +207,17 @@ class Fit:
         if is_late or len(self.unread) * chunk.bytes > WAITING_BYTES:
             self.read(1)
         if self.run.witnesses:
-            from tsunax.run.witnessing import call_witnesses
-
             self.read(0)
-            state, self.witnessed_state = self.witnessed_state, None
-            call_witnesses(self.run, self.caller.loop, state, chunk, self.caller.extra)
+            self.call_witnesses(chunk)
         self.poll(self.agreement.agree)  # The boundary after these calls serves the requests.
+
+    def call_witnesses(self, chunk: Chunk) -> None:
+        """Call the witnesses of the last call, which see its state, and can repeat it."""
+        witnesses, self.run.witnesses = self.run.witnesses, []
+        repeat = lambda: self.caller.call(jax.tree.map(own, self.witnessed_state), chunk, 0)[0]
+        for witness in witnesses:
+            witness(self.run, repeat)
+        self.witnessed_state = None
 
     def count_traces(self) -> int:
         """How often the step or its loop was traced, so compiled; at most 1 if that is unknown."""
@@ -222,12 +227,12 @@ class Fit:
         is_looped = self.options.steps_per_call is not None
         return loop.programs.traced if is_looped else bool(self.unread)
 
-    def boundary_here(self) -> None:
+    def hold_boundary(self, *events: str) -> None:
         """Hold the boundary after these calls, unless rejected steps keep the run before it."""
         self.read(0)
-        events = ["step"] if self.run.step == self.next_boundary[1] else []
-        if events or self.requests:
-            self.boundary(events)
+        all_events = ["step"] * (self.run.step == self.next_boundary[1]) + [*events]
+        if all_events or self.requests:
+            self.boundary(all_events)
 
     def take_epoch_end(self) -> bool:
         """Whether an epoch ends after these calls. Then the data begin the next epoch.
@@ -244,13 +249,10 @@ class Fit:
         self.agreement.epoch_end(step, has_ended)
         return has_ended
 
-    def epoch_ended(self) -> None:
+    def hold_epoch_boundary(self) -> None:
         """Hold the boundary at the end of an epoch, if a part needs it."""
-        if not any(part.cadence.epochs for part in self.parts):
-            return
-        self.read(0)
-        is_step = self.run.step == self.next_boundary[1]
-        self.boundary(["step", "epoch"] if is_step else ["epoch"])
+        if any(part.cadence.epochs for part in self.parts):
+            self.hold_boundary("epoch")
 
     def end(self) -> None:
         self.read(0)
@@ -393,7 +395,7 @@ class Fit:
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """The columns of these steps, and the numbers that are the same in all their rows."""
         run, is_population = self.run, self.rejections.is_population
-        columns = dict(info_columns.columns(infos)) | named
+        columns = info_columns.columns(infos) | named
         columns["epoch"] = epochs
         columns |= info_columns.by_element(
             "rejected", rejected if is_population else rejected[:, 0]

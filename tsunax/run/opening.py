@@ -78,15 +78,14 @@ def begin(
         history,
         options=options,
         settings=functools.partial(_settings, step, state, start, options, saver),
-        note=progress.note if progress else lambda text: None,
+        note=progress.note,
         stopped=beginning.stopped,
         saver=saver,
     )
     _check_last_batch(step, options, feed, start)
-    display = [] if progress is None else [progress]
-    in_order = (*parts, run.rows, *display, *saving)
+    in_order = (*parts, run.rows, progress, *saving)
     # The watch ends last: it sees the wait for the last save, and the error of any other part.
-    begin_order = (*_watch(options, agreement), *display, run.rows, *parts, *saving)
+    begin_order = (*_watch(options, agreement), progress, run.rows, *parts, *saving)
     interrupt = _interrupt(options, saver, agreement) if rewound is None else rewound.interrupt
     if rewound is not None and rewound.signal:  # it came before the rewind, and ends the run after
         interrupt.requests.add(("end", rewound.signal))
@@ -194,15 +193,14 @@ def _feed(
 
 
 def _progress(state: PyTree, options: Options, feed: Feed, start: int) -> Any:
-    if not (options.progress and processes.current().is_first):
-        return None
     from tsunax.run.progress import progress
 
     total = options.goal.steps or feed.steps_to(options.goal.epochs or 0, start)
     emitted = (guard.emitted(s.opt_state) is not None for s in training_states(state).values())
     if options.goal.epochs and any(emitted):
         total = None  # a step is several calls, and the number of calls without a step is unknown
-    return progress(True, total, start, seconds=options.clock.seconds)
+    is_shown = options.progress and processes.current().is_first
+    return progress(is_shown, total, start, seconds=options.clock.seconds)
 
 
 def _check_last_batch(step: Step, options: Options, feed: Feed, start: int) -> None:

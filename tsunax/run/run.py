@@ -112,7 +112,9 @@ class Run:
         self.row_names: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
         self.media: dict[str, Any] = {}  # images, histograms and texts of this row
-        self.witnesses: list[Callable[[Run, Any], None]] = []  # see `around_next`
+        # With witnesses the next call is a single step. When its info is read, each is called as
+        # `witness(run, repeat)`: `repeat()` makes the call once more, and returns its state.
+        self.witnesses: list[Callable[[Run, Callable[[], PyTree]], None]] = []
         self.note: Callable[[str], None] = note  # a line above the progress
         # (event, text, row) for `callbacks.watchdog(tell=)`, also without a listener
         self.events: queue.SimpleQueue[tuple[str, str, dict[str, Any]] | None] = queue.SimpleQueue()
@@ -146,13 +148,6 @@ class Run:
             got, expected = "a name of the training rows", "a name of its own"
             fix = "Name it: 'val/loss', or ts.evaluate(eval_step, state, {'val': data})."
             raise RowError(repr(taken_names[0]), where, got, expected, fix)
-
-    def around_next(self, witness: Callable[["Run", Any], None]) -> None:
-        """Make the next call a single step, and call `witness(run, call)` when its info is read.
-
-        `call` is a `WitnessedCall`: the state before, the batch, the state after, and `repeat()`.
-        """
-        self.witnesses.append(witness)
 
     def replace_state(self, state: PyTree, source: str) -> None:
         """Go on with another state. The source is the callback or the command that made it."""
