@@ -7,6 +7,7 @@ bytes of a batch and from settings alone; the clock decides how many batches a c
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tsunax._core import PyTree, Step, TreeDef, placement, trees
+from tsunax._core import PyTree, Scalar, Step, TreeDef, placement, trees
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import Source
 from tsunax.data.positions import Data, innermost
@@ -228,6 +229,46 @@ class NoBatches(Feeder):
             return Chunk(fused_loop.Single(None), None, 1, 0, 0)
         steps = min(demand.steps, self.size)
         return Chunk(fused_loop.Nothing(self.size), count_of(steps, demand.limit), steps, 0, 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Gathered:
+    """Rows of arrays on the device: batch i has `order[first + i·rows : first + (i + 1)·rows]`."""
+
+    arrays: PyTree
+    order: jax.Array | None  # int32 (all rows,); None: in sequence
+    first: Scalar  # int32
+    rows: int = field(metadata={"static": True})
+    size: int = field(metadata={"static": True})
+    spread: Any = field(metadata={"static": True})  # the sharding of a batch's rows, on a mesh
+
+    def batch_at(self, i: Scalar) -> PyTree:
+        from tsunax.data.on_devices import gather
+
+        batch = gather(self.arrays, self.order, self.first + i * self.rows, (self.rows,))
+        return batch if self.spread is None else placement.constrain_rows(batch, self.spread)
+
+
+class ResidentRows(Feeder):
+    """The rows of arrays on the device, which the program gathers."""
+
+    def __init__(self, source: Source, is_population: bool) -> None:
+        self._source, self._is_population = source, is_population
+        self.size: int = max(2, min(len(source.data), RESIDENT))
+        self._full_rows = 0  # rows of a batch, except for a short batch at the end of an epoch
+
+    def take(self, demand: Demand) -> Chunk | None:
+        source, epoch = self._source, self._source.epoch
+        if (gathered := source.advance(min(demand.steps, self.size))) is None:
+            return None
+        first, (steps, rows) = gathered
+        self._full_rows = max(self._full_rows, rows)
+        size = self.size if rows == self._full_rows else 2  # the short batch
+        spread = None if self._is_population else placement.rows_over(demand.home, rows)
+        data, start = source.data, np.int32(first)
+        feed = Gathered(data.resident, data.device_order(epoch), start, rows, size, spread)
+        return Chunk(feed, count_of(steps, demand.limit), steps, epoch, 0)
 
 
 class OfHost(Feeder):

@@ -249,9 +249,7 @@ def _feeder_of(
     if isinstance(data, NoData):
         return chunks.NoBatches(limits)
     if limits.steps_per_call is not None and _is_resident(data, home):
-        from tsunax.run.resident_batches import ResidentRows
-
-        return ResidentRows(source, chunks.RESIDENT, is_population)
+        return chunks.ResidentRows(source, is_population)
     forms, call = chunks.Forms(data, limits), (step, is_population)
     if limits.steps_per_call is None:
         return chunks.SingleBatches(source, forms, *call)

@@ -26,7 +26,7 @@ from tsunax.program import TrainStep
 from tsunax.run import info_columns
 from tsunax.run.chunks import NO_LIMIT, Chunk, epochs_of
 from tsunax.run.feed import Call, Caller, Feed
-from tsunax.run.history import Clock, Pace
+from tsunax.run.history import Pace
 from tsunax.run.options import Options
 from tsunax.run.part import Part
 from tsunax.run.rejections import Rejections
@@ -66,6 +66,7 @@ class Fit:
         self.beginning: Beginning = beginning
         self.caller: Caller = Caller(step, feed, agreement, run.state, options.extra, donates=True)
         self.unread: list[Call] = []  # calls with infos that were not read yet
+        self.steps_ahead: int = 0  # steps of the unread calls
         self.interrupt: Interrupt = interrupt
         self.timers: list[Timer] = [timer for part in parts for timer in part.timers]
         # whether process 0 decides for this process which timers are late
@@ -73,7 +74,6 @@ class Fit:
         self.signal: int = 0  # the signal that ended the run: the same on all processes
         # for the next boundary, agreed by all processes: ("save", signal), ("clock", timer's index)
         self.requests: set[tuple[str, int]] = set()
-        self.clock: Clock = options.clock
         self.rejections: Rejections = Rejections(step, run.state, run, options.max_bad)
         self.held_numbers: info_columns.HeldNumbers = info_columns.HeldNumbers(beginning.memory)
         self.next_boundary: tuple[int, float] = -1, 0.0  # a step, and the first boundary beyond it
@@ -154,7 +154,7 @@ class Fit:
     @property
     def newest_step(self) -> int:
         """The step after all calls, if no step of the unread calls is rejected."""
-        return self.run.step + sum(call.chunk.steps for call in self.unread)
+        return self.run.step + self.steps_ahead
 
     def call(self) -> bool:
         """Make the next call; False at the end of an epoch, without a call.
@@ -173,16 +173,18 @@ class Fit:
         self.witnessed_state = jax.tree.map(own, run.state) if run.witnesses else None
         run.state, infos = self.caller.call(run.state, chunk, step)
         self.unread.append(Call(chunk, infos))
+        self.steps_ahead += chunk.steps
         return True
 
     @contextlib.contextmanager
     def reading_data(self) -> Iterator[None]:
         """A block that reads batches. Its seconds count if the device waits for them."""
-        self.clock.lap("data")
+        clock = self.options.clock
+        clock.lap("data")
         yield
         if self.unread and not info_columns.is_ready(self.unread[-1].infos):
-            self.clock.cause = "device"  # the device was at work, so it did not wait for data
-        self.clock.lap("device")
+            clock.cause = "device"  # the device was at work, so it did not wait for data
+        clock.lap("device")
 
     def per_call(self) -> int:
         setting = self.options.steps_per_call
@@ -194,10 +196,11 @@ class Fit:
 
     def dispatched(self) -> None:
         """Called when a call is under way: reads earlier calls, if they have waited long enough."""
-        start = self.clock.since
+        clock = self.options.clock
+        start = clock.since
         if is_new := self.trace_count != self.count_traces():  # compiling took a part of the time
-            self.trace_count, self.clock.cause = self.count_traces(), "compile"
-        end = self.clock.lap("device")
+            self.trace_count, clock.cause = self.count_traces(), "compile"
+        end = clock.lap("device")
         self.pace.read_time = self.pace.read_time or end
         chunk, infos = self.unread[-1]
         if is_new:
@@ -262,13 +265,14 @@ class Fit:
         if self.signal:
             run.interrupted = signal.Signals(self.signal).name
             run.stop(INTERRUPTED)
-        if slowest := self.agreement.slowest(self.clock.seconds):
+        if slowest := self.agreement.slowest(self.options.clock.seconds):
             run.history.mark("slowest", run.step, slowest)
         self.boundary(["end"])
 
     def boundary(self, events: list[str]) -> None:
         """Hold a boundary: call each part that is due there, in order. It serves the requests."""
-        boundary_start, run = self.clock.lap("idle"), self.run
+        clock, run = self.options.clock, self.run
+        boundary_start = clock.lap("idle")
         requests, self.requests = sorted(self.requests), set()
         events += dict.fromkeys(kind for kind, _ in requests)
         for name in [signal.Signals(number).name for kind, number in requests if kind == "save"]:
@@ -290,7 +294,7 @@ class Fit:
         if run.changed_by:
             self.rejections.calls = info_columns.most_calls(run.state)
         self.caller.place_extra(self.options.extra, run.state)
-        self.pace.exclude(self.clock.lap("idle") - boundary_start)
+        self.pace.exclude(clock.lap("idle") - boundary_start)
 
     @contextlib.contextmanager
     def parts_begun(self) -> Iterator[None]:
@@ -328,6 +332,7 @@ class Fit:
         form = lambda call: info_columns.form_of(call.infos)
         count = len(self.unread) - leave
         late_calls, self.unread = self.unread[:count], self.unread[count:]
+        self.steps_ahead = sum(call.chunk.steps for call in self.unread)
         for _, calls in itertools.groupby(late_calls, form):
             chunks, infos = zip(*calls, strict=True)
             infos = [info_columns.hosted(x) for x in infos]  # the host waits here only

@@ -214,7 +214,7 @@ class History:
     def close(self, row: Mapping[str, Any], step: int) -> None:
         """`add` numbers, a dict, that only the end of a run has; see `reopen`. Raises as `add`."""
         earlier_names = self._closing[1] if self._closing[0] == step else ()
-        new_names = [name for name in row if (self.newest(name) or (-1, 0.0))[0] != step]
+        new_names = [name for name in row if name not in self._numbers_at(step)]
         self.add(row, step)
         self._closing = step, (*earlier_names, *new_names)
 
@@ -312,6 +312,11 @@ class History:
             return None
         rows, values = self._columns[name]
         return self._steps[rows[-1]], values[-1]
+
+    def _numbers_at(self, step: int) -> dict[str, float]:
+        """The newest numbers of the names whose last row is at this step."""
+        pairs = {name: (rows[-1], values[-1]) for name, (rows, values) in self._columns.items()}
+        return {name: x for name, (i, x) in pairs.items() if self._steps[i] == step}
 
     def last(self, name: str) -> float:
         """The newest value of `name`, a float; RowError for an unknown name."""

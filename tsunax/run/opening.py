@@ -135,25 +135,11 @@ def _parts(
     parts: list[Part] = []
     best = None if restart is None else restart.saver.keep_best
     watched = options.watched | ({} if best is None else {best.metric: "keep_best"})
-    if options.evaluate is not None:
-        from tsunax.run.evaluations import Evaluations
+    has_functions = options.evaluate is not None or options.callbacks or options.parts
+    if has_functions or watched or agreement.spans:
+        from tsunax.run.user_calls import calls_of_user
 
-        parts.append(Evaluations(options, watched, agreement))
-    if options.callbacks or options.parts:
-        from tsunax.run.callback_calls import CallbackCalls, UserPart
-
-        parts.append(CallbackCalls(options, memory))
-        names = options.names[len(options.callbacks) :]
-        for name, part in zip(names, options.parts, strict=True):
-            parts.append(UserPart(part, options, memory.setdefault(name, {})))
-    if watched:
-        from tsunax.run.evaluations import Awaited
-
-        parts.append(Awaited(options, watched))
-    if agreement.spans:
-        from tsunax.run.callback_calls import Agreed
-
-        parts.append(Agreed(agreement))
+        parts = calls_of_user(options, watched, memory, agreement)
     if restart is None:
         return parts, []
     from tsunax.run.saving import Saving

@@ -206,7 +206,7 @@ class Saving(Part):
 
     def begin(self, run: Run) -> None:
         if self.is_resumed:
-            place = run.place()
+            place = run.feed.place()
             self.saved = run.step, place["epoch"], place["position"]
 
     def due(self, run: Run, events: Any) -> bool:
@@ -229,7 +229,7 @@ class Saving(Part):
                 return
             warn(f"run.rewind(): too late at the end of the run, step {run.step}.")
         # the end is saved again, because evaluation and callbacks add to the save at this step
-        place = run.place()
+        place = run.feed.place()
         key = run.step, place["epoch"], place["position"]
         is_new = self.saved != key
         if is_end or must_save or (is_new and (due or self._is_best(run))):
