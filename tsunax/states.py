@@ -11,8 +11,8 @@
 
 A run is a pytree with a clock. The step function defines everything that happens in a step.
 
-Below `States` are functions of any state: a single one, several as one run, or a population of
-either, whose members are a leading axis of every array.
+Below `States` are functions of any state: a single state, a run, or a population, with a leading
+axis of members in every array.
 """
 
 import dataclasses

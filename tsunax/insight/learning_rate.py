@@ -188,7 +188,7 @@ def _smoothed_until_divergence(
     losses: np.ndarray, smooth: float, stop: float
 ) -> tuple[np.ndarray, int]:
     """The bias-corrected average of the losses, and how many come before they diverge."""
-    smoothed = plots.averaged(np.arange(len(losses)), losses, smooth)
+    smoothed = plots.exponential_average(np.arange(len(losses)), losses, smooth)
     diverges = smoothed > stop * np.abs(np.minimum.accumulate(smoothed))
     used = int(np.argmax([*(diverges | ~np.isfinite(losses)), True]))
     return np.where(np.arange(len(losses)) <= used, smoothed, np.nan), used

@@ -279,7 +279,7 @@ class OfHost(Feeder):
     ) -> None:
         self._source, self._forms, self._step = source, forms, step
         self._is_population = is_population
-        self._last_epoch = last_epoch  # a call may cross the ends of epochs before this one
+        self._last_epoch = last_epoch  # a call may cross the ends of earlier epochs; 0: of none
 
     @property
     def _is_whole(self) -> bool:

@@ -68,7 +68,7 @@ def _options_of_loop() -> dict[str, str]:
 
 
 def _platform_of(state: PyTree) -> str:
-    """The platform of a state whose loop is a separate program; "" within a trace."""
+    """The platform of a state outside of any trace, for its own program; "" within a trace."""
     array = next(filter(trees.is_placed, jax.tree.leaves(state)), None)
     if trees.is_tracing():
         return ""

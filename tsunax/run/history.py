@@ -314,7 +314,7 @@ class History:
         return self._steps[rows[-1]], values[-1]
 
     def _numbers_at(self, step: int) -> dict[str, float]:
-        """The newest numbers of the names whose last row is at this step."""
+        """The numbers of this step, of names without a later number."""
         pairs = {name: (rows[-1], values[-1]) for name, (rows, values) in self._columns.items()}
         return {name: x for name, (i, x) in pairs.items() if self._steps[i] == step}
 

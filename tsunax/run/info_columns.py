@@ -189,14 +189,14 @@ def user_names(infos: PyTree) -> list[str]:
     return [name for name in names if name in (*OF_FIT, "step")]
 
 
-def _parts(infos: PyTree, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _named_parts(infos: PyTree, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Each `StepInfo` and each other number of infos, and the names above it: "critic/"."""
     infos = infos.info if isinstance(infos, StatesInfo) else infos
     if not isinstance(infos, Mapping):
         yield prefix, infos
         return
     for name, part in infos.items():
-        yield from _parts(part, f"{prefix}{name}/")
+        yield from _named_parts(part, f"{prefix}{name}/")
 
 
 def columns(infos: PyTree) -> dict[str, Any]:
@@ -206,7 +206,7 @@ def columns(infos: PyTree) -> dict[str, Any]:
     a `Watch` are masked at the calls that it did not measure.
     """
     numbers: dict[str, Any] = {}
-    for prefix, part in _parts(infos):
+    for prefix, part in _named_parts(infos):
         if isinstance(part, StepInfo):
             numbers |= {prefix + name: x for name, x in _numbers_of(part).items()}
         else:
@@ -269,7 +269,7 @@ def in_rows(calls: np.ndarray, is_alone: np.ndarray) -> list[np.ndarray]:
 def histograms(infos: PyTree, i: int) -> dict[str, Any]:
     """The histograms that call i of stacked infos measured, by name."""
     by_name: dict[str, Any] = {}
-    for prefix, part in _parts(infos):
+    for prefix, part in _named_parts(infos):
         watch = part.watch if isinstance(part, StepInfo) else None
         if watch is None or not np.any(watch.due[i]):
             continue

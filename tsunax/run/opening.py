@@ -56,9 +56,9 @@ def begin(
         state = jax.tree.map(own, state)  # the loop donates it, which only a TrainState allows
     start = logged_step(state, 0 if restart is None else restart.step or 0)
     history, memory = _history_of(options, restart, rewound is not None)
-    beginning = Beginning(history, memory)
+    beginning = Beginning(memory)
     if restart is not None:
-        beginning = restart.beginning(history, memory, start, options)
+        beginning = restart.beginning(memory, start, options)
     agreement = processes.current().agreement("fit()", state, innermost(data))
     parts, saving = _parts(options, restart, memory, agreement)
     if data is None:
@@ -185,8 +185,8 @@ def _progress(state: PyTree, options: Options, feed: Feed, start: int) -> Any:
     emitted = (guard.emitted(s.opt_state) is not None for s in training_states(state).values())
     if options.goal.epochs and any(emitted):
         total = None  # a step is several calls, and the number of calls without a step is unknown
-    is_shown = options.progress and processes.current().is_first
-    return progress(is_shown, total, start, seconds=options.clock.seconds)
+    has_display = options.progress and processes.current().is_first
+    return progress(has_display, total, start, seconds=options.clock.seconds)
 
 
 def _check_last_batch(step: Step, options: Options, feed: Feed, start: int) -> None:

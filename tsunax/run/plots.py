@@ -38,7 +38,7 @@ def _panels(history, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     return {panel: panels[panel] for panel in sorted(panels, key=rank)}
 
 
-def averaged(ages: np.ndarray, values: np.ndarray, smooth: float) -> np.ndarray:
+def exponential_average(ages: np.ndarray, values: np.ndarray, smooth: float) -> np.ndarray:
     """The bias-corrected exponential average of the finite values, with the weight smooth^age.
 
     Ages are in rows of the history: an evaluation, once in many rows, hardly looks back.
@@ -81,7 +81,7 @@ def plot(history: Any, names: Sequence[str] | None, x: str, smooth: float) -> Fi
         averages = {
             name: (places, y)
             if _is_mostly_constant(y)
-            else (places, averaged(series[name][0] / row_steps, y, smooth))
+            else (places, exponential_average(series[name][0] / row_steps, y, smooth))
             for name, (places, y) in columns.items()
         }
         lines |= (averaged_lines := draw(axes, panel, averages))

@@ -9,7 +9,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax
 
 from tsunax._core.tables import ASIDE, short, summary
 from tsunax.run.history import CAUSES
-from tsunax.run.part import Part
+from tsunax.run.part import EachBoundary
 
 
 def _memory() -> list[str]:
@@ -109,7 +109,7 @@ class _Terminal(_Lines):
         self.live.stop()
 
 
-class Progress(Part):
+class Progress(EachBoundary):
     """A run as its view shows it: `show` after a call, `note` for a line above, `close`."""
 
     def __init__(
@@ -177,9 +177,6 @@ class Progress(Part):
         if rejected := sum(counts):
             texts.append(f"rejected {rejected:,.0f}")
         return "  ".join(texts)
-
-    def due(self, run: Any, events: Sequence[str]) -> bool:
-        return True
 
     def at(self, run: Any, events: list[str]) -> None:
         self.show(run.step, run.metrics)

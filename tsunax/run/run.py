@@ -16,7 +16,7 @@ from tsunax._core import Function, PyTree, Scalar, trees
 from tsunax.errors import RowError, StateError
 from tsunax.run.history import History, check_names, check_row
 from tsunax.run.options import Options
-from tsunax.run.part import Part, blamed
+from tsunax.run.part import EachBoundary, blamed
 from tsunax.state import TrainState, check_state
 
 # Names of rows that `fit` fills: no metric may have such a name.
@@ -60,7 +60,6 @@ class Rejected:
 class Beginning:
     """The position and the values that a run starts from."""
 
-    history: History
     memory: dict[str, Any]  # the memory of each callback
     is_resumed: bool = False  # whether the run starts at the step of its checkpoint
     is_of_checkpoint: bool = False  # whether its state is the checkpoint's, and not the user's
@@ -184,7 +183,7 @@ class Run:
 
 
 @dataclass(eq=False)
-class Rows(Part):
+class Rows(EachBoundary):
     """The rows of a run. An evaluation and callbacks may still add numbers to the newest row."""
 
     run: Any
@@ -201,9 +200,6 @@ class Rows(Part):
     is_last_row: bool = False  # whether the run ends at this boundary, or at the next
     has_closing_row: bool = False  # see `reopen`
     opened: list[Any] = field(default_factory=list)  # loggers that have begun
-
-    def due(self, run: Any, events: Any) -> bool:
-        return True
 
     def begin(self, run: Any) -> None:
         for logger in self.options.loggers:

@@ -17,7 +17,7 @@ from tsunax.run.evaluation import ONE_BATCH
 from tsunax.run.history import Clock, check_row
 from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Options, interval_of, is_bare, is_callback_due
-from tsunax.run.part import EVALUATE, Part, blamed
+from tsunax.run.part import EVALUATE, EachBoundary, Part, blamed
 from tsunax.run.run import OF_FIT, REWIND, Run
 from tsunax.states import States, training_states
 
@@ -105,15 +105,12 @@ class Evaluations(Part):
         return row
 
 
-class Awaited(Part):
+class Awaited(EachBoundary):
     """Raises RowError for a metric that no later row can have; warns of it at the end."""
 
     def __init__(self, options: Options, watched: dict[str, str]) -> None:
         self.options: Options = options
         self.watched: dict[str, str] = watched
-
-    def due(self, run: Run, events: Any) -> bool:
-        return True
 
     def at(self, run: Run, events: list[str]) -> None:
         self._check(run, "end" in events)
@@ -138,7 +135,7 @@ class Awaited(Part):
                 raise RowError(text)
 
 
-class CallbackCalls(Part):
+class CallbackCalls(EachBoundary):
     """Calls each callback at its events and steps."""
 
     def __init__(self, options: Options, memory: dict[str, Any]) -> None:
@@ -152,9 +149,6 @@ class CallbackCalls(Part):
     def next_step(self, step: int) -> float:
         places = (place for place in self.options.places if place > step)
         return min([super().next_step(step), *places])
-
-    def due(self, run: Run, events: Any) -> bool:
-        return True
 
     def at(self, run: Run, events: list[str]) -> None:
         options = self.options
@@ -240,14 +234,11 @@ class UserPart(Part):
             return call(*args)
 
 
-class Agreed(Part):
+class Agreed(EachBoundary):
     """At each boundary all processes agree on the state, and whether the run stops or goes back."""
 
     def __init__(self, agreement: Any) -> None:
         self.agreement = agreement
-
-    def due(self, run: Any, events: Any) -> bool:
-        return True
 
     def at(self, run: Any, events: list[str]) -> None:
         request = "" if run.rewinding is None else REWIND + run.rewinding.dump()
