@@ -86,16 +86,15 @@ class Fit:
         options = self.options
         settings = {
             "options": options.deciding(),
-            "parts": [[type(p).__name__, str(p.cadence)] for p in self._boundary_parts()],
+            # parts with a cadence: the same on all processes
+            "parts": [
+                [type(p).__name__, str(p.cadence)] for p in self.parts if p.cadence != Cadence()
+            ],
             "place": self.feed.source.state(),
         }
         functions = {"step": self.step, "evaluate": options.evaluate}
         trees = {"state": self.run.state, "extra": dict(options.extra)}
         self.agreement.start(functions | {"callbacks": [*options.callbacks]}, trees, **settings)
-
-    def _boundary_parts(self) -> list[Part]:
-        # They are the same on all processes.
-        return [part for part in self.parts if part.cadence != Cadence()]
 
     def begin(self) -> None:
         """Hold the first boundary of the run."""

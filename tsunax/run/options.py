@@ -13,7 +13,7 @@ from tsunax._core import Function, PyTree, checks, processes, trees
 from tsunax._core.cadence import Cadence, When, cadence_of
 from tsunax._core.interrupts import SIGNALS
 from tsunax.errors import WrongTypeError
-from tsunax.program import TrainStep
+from tsunax.program import EvalStep, TrainStep
 from tsunax.run.history import Clock, History
 from tsunax.run.part import Part, Watcher
 from tsunax.state import check_state
@@ -85,6 +85,10 @@ class Options:
         functions = _listed(self.callbacks)
         *_, self.watchdog = watchdog(), *(f for f in functions if isinstance(f, watchdog))
         self.parts = tuple(f for f in functions if isinstance(f, Part))
+        for part in self.parts:
+            if not callable(part.at):
+                got, expected = trees.describe(part.at), "a method at(run, events)"
+                raise WrongTypeError(f"{type(part).__name__}.at", where, got, expected)
         self.callbacks = tuple(f for f in functions if not isinstance(f, Part | watchdog))
         self.loggers = () if self.loggers is None else _listed(self.loggers)
         for f in self.callbacks:
@@ -106,6 +110,8 @@ class Options:
                 raise WrongTypeError("evaluate", where, got, "a function")
             return
         example = "f(state), as lambda state: ts.evaluate(eval_step, state, {'val': data})"
+        if isinstance(self.evaluate, EvalStep):
+            raise WrongTypeError("evaluate", where, "EvalStep", example)
         checks.check_takes("evaluate", where, self.evaluate, example, None)
         cadence_of(self.evaluate_every, where, "evaluate_every")
 
