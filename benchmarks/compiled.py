@@ -209,7 +209,7 @@ def loop_program(step, state, stacked):
     """The program of `fit` for a state of shapes on one device: as on a GPU, with the options for one graph."""
     kind, moving, still = split_any(state)
     (device,) = jax.tree.leaves(stacked)[0].sharding.device_set
-    program = fused_loop.fused(step, True).programs[None, device.platform == "gpu"]
+    program = fused_loop.fused(step, True).programs[None, device.platform]
     place = jax.tree.leaves(stacked)[0].sharding
     n = jax.ShapeDtypeStruct((2,), jnp.int32, sharding=place)
     return program.lower(kind, moving, still, fused_loop.Stacked(stacked), n, {})

@@ -127,7 +127,7 @@ def import_problems(package: Path) -> list[str]:
 
 # The files that one call needs (`scripts/size`), and the most that they may be. A file more needs a reason.
 # `loop` has `predictions`, and so needs `run.evaluation`.
-NEEDED = {"program": 23, "run.evaluation": 33, "loop": 53, "checkpoints.saving": 32}
+NEEDED = {"program": 21, "run.evaluation": 30, "loop": 45, "checkpoints.saving": 31}
 
 
 def size_module():
@@ -193,7 +193,7 @@ def askers(package: Path) -> dict[str, list[str]]:
 
 # --- whether a state is a population, few files ask --------------------------------------------
 
-# Who may ask. Others say what they need to `_step/members.py`: `refuse_population`, `row_axes`, `over_members`, ... The
+# Who may ask. Others say what they need to `states.py`: `refuse_population`, `row_axes`, `over_members`, ... The
 # list only gets shorter.
 ASKS_FOR_MEMBERS = set(
     "_state.state_setup _state.state_text _step.finite_state checkpoints._writing checkpoints.merging program "
@@ -217,7 +217,7 @@ def questions_for_members(path: Path) -> list[str]:
 
 
 def askers_for_members(package: Path) -> dict[str, list[str]]:
-    files = {name: path for name, path in module_files(package).items() if name not in ("populations", "_step.members")}
+    files = {name: path for name, path in module_files(package).items() if name not in ("populations", "states")}
     return {name: found for name, path in files.items() if (found := questions_for_members(path))}
 
 
@@ -502,8 +502,8 @@ n = text.count("a") + everyone.index"""
 
 
 def test_questions_for_members_are_found(tmp_path):
-    lines = """from tsunax._step.members import members_of
-from tsunax._step.members import over_members
+    lines = """from tsunax.states import members_of
+from tsunax.states import over_members
 n = state.clock.shape[:-1]
 n = jnp.ndim(state.clock)
 n = np.shape(self.clock)[0]

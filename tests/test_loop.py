@@ -331,13 +331,13 @@ def test_on_a_gpu_the_loop_is_one_cuda_graph(monkeypatch):
         return jit(function, **options)
 
     fused_loop._shared.cache_clear()
-    monkeypatch.setattr(fused_loop, "_is_on_gpu", lambda state: True)
+    monkeypatch.setattr(fused_loop, "_platform_of", lambda state: "gpu")
     monkeypatch.setattr(jax, "jit", spied_jit)
     state = run()
     assert compiled.count(("train_steps", fused_loop.ONE_GRAPH)) == 1  # a CPU ignores them
     assert_trees_equal(state, expected)
     monkeypatch.undo()
-    assert fused_loop._is_on_gpu(state) == gpu_facts.IS_GPU
+    assert (fused_loop._platform_of(state) == "gpu") == gpu_facts.IS_GPU
 
 
 def test_an_xla_without_the_options_of_one_graph_compiles_without_them(monkeypatch):
@@ -353,9 +353,9 @@ def test_options_of_the_compiler_are_for_programs_of_their_own(monkeypatch):
     """XLA takes them from the outermost `jit` only, and a state that is closed over has devices."""
     on_gpu = SimpleNamespace(sharding=SimpleNamespace(device_set=[SimpleNamespace(platform="gpu")]))
     monkeypatch.setattr(fused_loop.trees, "is_placed", lambda x: x is on_gpu)
-    answers = [fused_loop._is_on_gpu([on_gpu]), fused_loop._is_on_gpu([np.ones(2)])]
-    jax.jit(lambda x: answers.append(fused_loop._is_on_gpu([on_gpu])) or x)(1.0)
-    assert answers == [True, False, False]
+    answers = [fused_loop._platform_of([on_gpu]), fused_loop._platform_of([np.ones(2)])]
+    jax.jit(lambda x: answers.append(fused_loop._platform_of([on_gpu])) or x)(1.0)
+    assert answers == ["gpu", jax.devices()[0].platform, ""]
 
 
 @pytest.mark.medium
@@ -953,21 +953,16 @@ def test_ctrl_c_ends_after_the_step_under_way(clock):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_what_ends_calls_one_after_the_other_hands_over_the_steps_done(monkeypatch):
-    real, begun, done = fused_loop.Calls, [], []
+def test_what_ends_a_call_hands_over_the_steps_done(monkeypatch):
+    call, done = fused_loop.Fused.__call__, []
 
-    class Calls(real):
-        def __init__(self, *args):
-            super().__init__(*args)
-            begun.append(len(done))
+    def interrupted(*args):
+        if len(done) > 100:
+            raise KeyboardInterrupt
+        done.append(call(*args))
+        return done[-1]
 
-        def __call__(self, feed, n):
-            if len(done) > 100 and len(done) - begun[-1] == 3:  # in the middle of some
-                raise KeyboardInterrupt
-            done.append(super().__call__(feed, n))
-            return done[-1]
-
-    monkeypatch.setattr(fused_loop, "Calls", Calls)
+    monkeypatch.setattr(fused_loop.Fused, "__call__", interrupted)
     with pytest.raises(KeyboardInterrupt) as caught:
         fit(STEP, fresh(), data(), steps=900, steps_per_call=1, log_every=1)
     state, history = caught.value.state, caught.value.history
@@ -1126,8 +1121,8 @@ ONE = X[:8], Y[:8]
     "make", [lambda: [ONE], lambda: (jax.tree.map(jnp.asarray, ONE),), short], ids=["NumPy", "JAX", "short"]
 )
 def test_a_call_goes_beyond_the_end_of_an_epoch(make, monkeypatch):
-    calls, call = [], fused_loop.Calls.__call__
-    monkeypatch.setattr(fused_loop.Calls, "__call__", lambda *args: calls.append(1) or call(*args))
+    calls, call = [], fused_loop.Fused.__call__
+    monkeypatch.setattr(fused_loop.Fused, "__call__", lambda *args: calls.append(1) or call(*args))
     used = make()
     per_epoch = len(used)
 

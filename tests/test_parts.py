@@ -479,9 +479,9 @@ def test_fit_runs_under_the_users_own_transfer_guard(device, steps_per_call):
 
 
 def test_each_call_but_the_first_of_its_form_is_dispatched_under_the_guard(monkeypatch):
-    settings, calls, real, dispatch = [], [], jax.transfer_guard_device_to_host, fused_loop.Calls._dispatch
+    settings, calls, real, dispatch = [], [], jax.transfer_guard_device_to_host, fused_loop.Fused._dispatch
     monkeypatch.setattr(fused_loop, "_RECEIVES", lambda setting: settings.append(setting) or real(setting))
-    monkeypatch.setattr(fused_loop.Calls, "_dispatch", lambda self, *x: calls.append(0) or dispatch(self, *x))
+    monkeypatch.setattr(fused_loop.Fused, "_dispatch", lambda self, *x: calls.append(0) or dispatch(self, *x))
     step = ts.train_step(lambda params, x: loss_fn(params, 2 * x))
     for new in (1, 0):
         settings.clear(), calls.clear()

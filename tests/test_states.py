@@ -382,7 +382,7 @@ REFUSED = {
     "described": (lambda: ts.describe(critic_step, gan(), X), WrongTypeError, "expected a TrainState of tsunax"),
     "not counted": (lambda: fits(gan(), step=lambda run, x: (run, {})), StateError, "return run.advance(...), info"),
     "counted twice": (lambda: fits(gan(), step=twice), StateError, "one run.advance() a call"),
-    "a member": (lambda: fits(gan(), step=lambda run, x: (run.critic, {})), StateError, "expected a run"),
+    "a member": (lambda: fits(gan(), step=lambda run, x: (run.critic, {})), StateError, "expected States"),
     "epochs of nothing": (lambda: ts.fit(own_draw, STATE(), epochs=3), WrongTypeError, "and steps= without data"),
     "no goal": (lambda: ts.fit(own_draw, STATE()), WrongTypeError, "expected one of them, and steps= without data"),
     "a batch for none": (lambda: own_draw(drawing(), X), LossError, "got a batch, expected none"),

@@ -9,8 +9,7 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tsunax._step.applying import rule_call
-from tsunax._step.judging import certainty
+from tsunax._step.updating import certainty, rule_call
 from tsunax.rules.optimizers import CONTRIB, OPTAX
 
 # The rules whose steps loss and gradient alone judge, with the defaults of their numbers.

@@ -18,14 +18,13 @@ from jax.typing import ArrayLike
 from tsunax._core import Extra, Where, patterns, trees
 from tsunax._core.placement import put_on_devices_of
 from tsunax._state.state_fields import frozen_words
-from tsunax._step.members import chosen_members
 from tsunax.errors import HyperparameterError, PatternError, RuleError, unknown
 from tsunax.rules import number_checks, number_table
 from tsunax.rules.live_rules import Cut, LiveState
 from tsunax.rules.number_table import LiveNumber, Numbers
 from tsunax.rules.subtree_numbers import recut
 from tsunax.state import TrainState, check_state, check_values, trainable, trained_part
-from tsunax.states import States, training_states
+from tsunax.states import States, chosen_members, training_states
 
 _State = TypeVar("_State", bound=TrainState | States)
 

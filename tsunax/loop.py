@@ -31,10 +31,9 @@ from tsunax.data.positions import innermost
 from tsunax.errors import StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import chunks, fused_loop, opening
-from tsunax.run.calling import Caller, Trainee
 from tsunax.run.chunks import RESIDENT, Limits
 from tsunax.run.evaluation import predictions
-from tsunax.run.feed import Feed
+from tsunax.run.feed import Caller, Feed
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
 from tsunax.run.info_columns import Infos, logged_step
@@ -74,7 +73,8 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     home = placement.state_sharding(state)
     feed, n = chunks.place(fused_loop.Stacked(batches), k, home, step=step)
     extra = placement.place_extra(extra, state)
-    state, infos = _loop_of(step)(state, feed, n, extra)
+    donates = isinstance(step, TrainStep) and step.donate
+    state, infos = fused_loop.fused(step, donates)(state, feed, n, extra)
     _raise_if_rejected(step, state, infos, feed, k, extra)
     return state, infos.stacked(state, slice(k))
 
@@ -128,23 +128,15 @@ def run_epoch(
     feed = Feed(step, data, state, Limits())
     agreement = processes.current().agreement("run_epoch()", state, innermost(data))
     agreement.start({"step": step}, {}, place=feed.source.state())
-    trainee, parts, steps_done = Trainee(state), [], 0
-    caller = Caller(_loop_of(step), feed, agreement, trainee, extra)
-
-    def next_chunks() -> list[chunks.Chunk] | None:
-        return caller.take(RESIDENT, steps_done) or None  # none at the end of the epoch
-
-    for _ in caller.calls(next_chunks):
-        for chunk, infos in caller.read():
-            trainee.step = steps_done = steps_done + chunk.steps
-            _raise_if_rejected(step, trainee.state, infos, chunk.feed, chunk.steps, caller.extra)
-            parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
+    parts, steps_done = [], 0
+    caller = Caller(step, feed, agreement, state, extra)
+    while (chunk := caller.take(RESIDENT, state, steps_done)) is not None:
+        state, infos = caller.call(state, chunk, steps_done)
+        steps_done += chunk.steps
+        _raise_if_rejected(step, state, infos, chunk.feed, chunk.steps, caller.extra)
+        parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
     infos = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
-    return trainee.state, infos.stacked(trainee.state)
-
-
-def _loop_of(step: Step) -> fused_loop.Fused:
-    return fused_loop.fused(step, isinstance(step, TrainStep) and step.donate)
+    return state, infos.stacked(state)
 
 
 def iterate(
@@ -176,27 +168,23 @@ def iterate(
     agreement = processes.current().agreement("iterate()", state, innermost(data))
     settings = {"goal": str(goal), "steps_per_call": steps_per_call}
     agreement.start({"step": step}, {}, **settings, place=feed.source.state())
-    trainee, steps_done, yielded_at, info = Trainee(state), 0, 0, None
-    caller = Caller(_loop_of(step), feed, agreement, trainee, extra)
-
-    def next_chunks() -> list[chunks.Chunk] | None:
-        if goal.reached(steps_done, feed.epoch):
-            return None
+    steps_done, yielded_at, info = 0, 0, None
+    caller = Caller(step, feed, agreement, state, extra)
+    while not goal.reached(steps_done, feed.epoch):
         most_steps = min(yielded_at + steps_per_call - steps_done, goal.steps_left(steps_done))
-        return caller.take(int(most_steps), steps_done)
-
-    for calls in caller.calls(next_chunks):  # no calls at the end of an epoch
-        for chunk, infos in caller.read():
-            trainee.step = steps_done = steps_done + chunk.steps
-            _raise_if_rejected(step, trainee.state, infos, chunk.feed, chunk.steps, caller.extra)
-            info = infos.stacked(trainee.state, chunk.steps - 1)
+        chunk = caller.take(int(most_steps), state, steps_done)
+        if chunk is not None:
+            state, infos = caller.call(state, chunk, steps_done)
+            steps_done += chunk.steps
+            _raise_if_rejected(step, state, infos, chunk.feed, chunk.steps, caller.extra)
+            info = infos.stacked(state, chunk.steps - 1)
         is_due = steps_done - yielded_at == steps_per_call or goal.reached(steps_done, feed.epoch)
-        if steps_done > yielded_at and (is_due or not calls):
-            sent_state = yield trainee.state, info
+        if steps_done > yielded_at and (is_due or chunk is None):  # None: the end of an epoch
+            sent_state = yield state, info
             yielded_at = steps_done
             if sent_state is not None:
                 check_step("iterate()", step, sent_state)
-                trainee.state = sent_state
+                state = sent_state
 
 
 @functools.partial(checks.naming_arguments, fix="Give the goal by name: steps=1000, or epochs=10.")
@@ -333,12 +321,11 @@ def fit(
                 saver = stack.enter_context(opened(checkpoint))
         fitting = opening.begin(step, state, data, options, saver)
         run = fitting.run
-        stack.callback(lambda: _closed(fitting))
-        if fitting.has_nothing_to_do():
-            warn(opening.nothing_to_do(fitting, saver))
-            return run.state, run.history
         try:
-            with fitting.interrupt:
+            with contextlib.closing(fitting.feed), fitting.interrupt:
+                if fitting.has_nothing_to_do():
+                    warn(opening.nothing_to_do(fitting, saver))
+                    return run.state, run.history
                 _train(fitting)
                 while fitting.run.restart is not None:  # after a rewind
                     fitting = opening.begin(step, state, data, options, saver, fitting)
@@ -346,11 +333,11 @@ def fit(
                     _train(fitting)
                 if not fitting.signal:  # It may come while the end is evaluated and saved.
                     fitting.poll(fitting.agreement.agree_at_end)
-        except BaseException as error:
+                if dry_run:
+                    fitting.feed.return_data()
+        except BaseException as error:  # also of the wait for the data to close
             with_state(error, run)
             raise
-        if dry_run:
-            fitting.feed.return_data()
     _raise_for_signal(fitting)
     return run.state, run.history
 
@@ -376,15 +363,6 @@ def _raise_for_signal(fitting: Fit) -> None:
         raise error
 
 
-def _closed(fitting: Fit) -> None:
-    """Close the data; an interrupt during that wait has `error.state`, too."""
-    try:
-        fitting.feed.close()
-    except BaseException as error:
-        with_state(error, fitting.run)
-        raise
-
-
 def _train(fitting: Fit) -> None:
     """The parts of the run, and the loop between their beginning and their end."""
     run, goal = fitting.run, fitting.options.goal
@@ -397,17 +375,17 @@ def _train(fitting: Fit) -> None:
 def _loop(fitting: Fit) -> None:
     """The loop: calls of many steps up to the next boundary, and what happens there."""
     fitting.begin()
-    for calls in fitting.caller.calls(fitting.next_chunks):
-        if calls:  # The device runs them. At the end of an epoch there are no calls.
+    # A boundary that is due is held and saved before the run ends, and a resumed run does not
+    # repeat it.
+    while not fitting.is_finished():
+        if fitting.call():  # The device runs it. At the end of an epoch there is no call.
             fitting.dispatched()  # It reads the numbers of earlier calls meanwhile.
         if fitting.take_epoch_end():
-            fitting.epoch_ended()
-        # Only `next_chunks` ends the run: a boundary that is due here is held and saved before, and
-        # a resumed run does not repeat it.
+            fitting.hold_epoch_boundary()
         # Signals and timers make requests. After a rewind the run begins again, without its end.
         is_boundary = fitting.steps_to_boundary() == 0 or fitting.requests
         if is_boundary and fitting.run.restart is None:
-            fitting.boundary_here()  # evaluate, callbacks, loggers, progress, checkpoint
+            fitting.hold_boundary()  # evaluate, callbacks, loggers, progress, checkpoint
     if fitting.run.restart is None:
         fitting.end()
 

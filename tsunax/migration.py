@@ -24,7 +24,6 @@ from tsunax._core import Maybe, PyTree, Where, tables, trees
 from tsunax._core.placement import offloaded, put_on_devices_of
 from tsunax._state.state_fields import averages_of, frozen_flags, frozen_words
 from tsunax._step.finite_state import warn_if_not_finite
-from tsunax._step.members import refuse_population
 from tsunax.averages import Average
 from tsunax.checkpoints import merging, state_facts
 from tsunax.errors import StateError
@@ -35,6 +34,7 @@ from tsunax.rules.combining import PartitionState
 from tsunax.rules.leaf_owners import owners_in
 from tsunax.rules.subtree_numbers import recut as recut_numbers
 from tsunax.state import TrainState, check_state, master_params, own, setup, trained_part
+from tsunax.states import refuse_population
 
 __all__ = ["Report", "migrate"]
 

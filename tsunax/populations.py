@@ -20,11 +20,10 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Function, PyTree, checks, trees
 from tsunax._state.state_setup import as_key
-from tsunax._step.members import each, members_of
 from tsunax.errors import StateError
 from tsunax.hyper import adjust, hyperparams
 from tsunax.state import TrainState
-from tsunax.states import COUNTED, States
+from tsunax.states import COUNTED, States, each, members_of
 
 _State = TypeVar("_State", bound=TrainState | States)
 

@@ -40,7 +40,7 @@ def _over_members(
     """`f(state, *arguments)`; for a population, `f` of each member."""
     if jnp.ndim(state.clock) == 1:
         return f(state, *arguments)
-    from tsunax._step.members import over_members
+    from tsunax.states import over_members
 
     return over_members(f, state, *arguments, group_size=group_size)
 

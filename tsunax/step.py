@@ -28,7 +28,12 @@ from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
 from tsunax._core.trees import own
 from tsunax._state.state_fields import thawed_flags
-from tsunax._step.applying import (
+from tsunax._step.gradients import gradient_of
+from tsunax._step.loss_fn import GradientOptions
+from tsunax._step.updating import (
+    Attempt,
+    Judge,
+    certainty,
     fit_gradients,
     mean_over_rows,
     rule_call,
@@ -38,9 +43,6 @@ from tsunax._step.applying import (
     with_unmoved,
     without_frozen,
 )
-from tsunax._step.gradients import gradient_of
-from tsunax._step.judging import Attempt, Judge, certainty
-from tsunax._step.loss_fn import GradientOptions
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, as_update_loss, check_model_state, number_text
 from tsunax.rules import number_table

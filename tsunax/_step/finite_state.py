@@ -1,4 +1,4 @@
-"""Whether a state is finite, so that its steps may judge loss and gradient alone (`judging.py`).
+"""Whether a state is finite, so that its steps may judge loss and gradient alone (`updating.py`).
 
 Such a step makes a finite state from a finite state. Numbers that enter a state in other ways are
 checked here: in `restore` and `migrate`, and before the first call of a step.
@@ -32,7 +32,7 @@ FIX = (
 
 def _judges_gradient_alone(state: TrainState) -> bool:
     """Whether a step of this state applies updates without judging them."""
-    from tsunax._step.judging import certainty
+    from tsunax._step.updating import certainty
 
     answers: list[bool] = []
     look = lambda s: answers.append(certainty(s, trained_part(s), None).is_certain is not None)

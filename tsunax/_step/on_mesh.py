@@ -8,10 +8,10 @@ import numpy as np
 
 from tsunax._core import placement
 from tsunax._core.placement import MeshShardings
-from tsunax._step.members import row_axes
 from tsunax.errors import LossError
 from tsunax.loss import rows_of, uneven
 from tsunax.state import TrainState
+from tsunax.states import row_axes
 
 
 def masked(user_mask, padding):

@@ -94,7 +94,7 @@ class RowProbe:
 
     def difference(self, state: TrainState, batch: PyTree, extra: Extra) -> Difference | None:
         """The difference between the losses of some rows and of their micro-batches, or None."""
-        from tsunax._step.members import of_first_member
+        from tsunax.states import of_first_member
 
         state, batch, extra = of_first_member(state, batch, extra)
         fn, rows = LossFn.of(self._loss_fn), rows_of(batch)

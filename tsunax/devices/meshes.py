@@ -31,12 +31,11 @@ from tsunax._core import (
     tables,
     trees,
 )
-from tsunax._step.members import member_axes
 from tsunax.devices import selection
 from tsunax.errors import DeviceError, PatternError, StateError, WrongTypeError, told, unknown
 from tsunax.rules.leaf_owners import owners_of
 from tsunax.state import TrainState, master_params, trained_part
-from tsunax.states import States
+from tsunax.states import States, member_axes
 
 T = TypeVar("T")
 _AXES = ("data", "fsdp", "tensor")

@@ -19,10 +19,9 @@ from typing import Any
 import jax
 
 from tsunax._core import Function, PyTree, processes, stable_text, trees
-from tsunax._step.members import check_local_members
 from tsunax.data.positions import Data
 from tsunax.errors import DataError, ProcessError, StateError, told, warn
-from tsunax.states import COUNTED
+from tsunax.states import COUNTED, check_local_members
 
 SMALL = 1 << 16  # bytes of an array that is compared in full
 

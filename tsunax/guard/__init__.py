@@ -1,7 +1,6 @@
 """The guard of a step: one verdict on its numbers, and one choice between two states.
 
-`norms` takes the norm of a tree, `verdict` judges and chooses, `windows` counts the calls, also
-calls that only gather a gradient.
+`norms` takes the norm of a tree, `verdict` judges, chooses and counts the calls.
 """
 
 from tsunax.guard.norms import (
@@ -16,12 +15,16 @@ from tsunax.guard.norms import (
 )
 from tsunax.guard.verdict import (
     GOT,
+    LIMIT,
     POLICIES,
     Report,
     RuleReport,
+    WindowState,
     choose,
+    count,
     decide,
     early_or_late,
+    emitted,
     explain,
     in_batch,
     is_of_loss,
@@ -31,8 +34,8 @@ from tsunax.guard.verdict import (
     reports,
     select,
     unless,
+    with_gathered,
 )
-from tsunax.guard.windows import LIMIT, WindowState, count, emitted, with_gathered
 
 __all__ = [
     "GOT",

@@ -17,10 +17,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax._core import checks, placement, trees
-from tsunax._step.members import row_axes
 from tsunax.devices.gpu_topologies import CARDS
 from tsunax.devices.selection import device_info
 from tsunax.errors import DeviceError
+from tsunax.states import row_axes
 
 # Scratch memory of XLA's threads, which its memory analysis leaves out: 34 to 66 MB measured on
 # three models with two threads, about 100 MB with eight and 130 MB with sixteen. Each device has

@@ -19,11 +19,11 @@ import jax
 import numpy as np
 
 from tsunax._core import Function, PyTree, checks, placement, processes, tables, trees
-from tsunax._step.members import row_axes
 from tsunax.errors import DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.insight import _memory
 from tsunax.program import TrainStep, check_is_train_step
 from tsunax.run import fused_loop
+from tsunax.states import row_axes
 
 __all__ = ["SizeReport", "SizeTrial", "find_accumulation", "find_batch_size"]
 

@@ -16,14 +16,14 @@ import numpy as np
 
 from tsunax._core import Device, Function, PyTree, checks, device_kinds, placement, tables, trees
 from tsunax._state.state_text import leaf_rows
-from tsunax._step import judging, members
 from tsunax._step.retrace_reasons import retrace_reasons
+from tsunax._step.updating import certainty
 from tsunax.devices.gpu_topologies import LIMITS
 from tsunax.insight import _cost, _memory
 from tsunax.program import TrainStep, check_is_train_step
 from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, split, trained_part
-from tsunax.states import States, training_states
+from tsunax.states import States, over_members, training_states
 
 __all__ = ["Description", "Leaf", "describe", "measured_peak"]
 
@@ -159,12 +159,12 @@ def _verdict_text(step: TrainStep, state: Any) -> str:
     reasons: list[str] = []
 
     def trace_certainty(state: TrainState) -> None:
-        is_certain, reason, _ = judging.certainty(state, trained_part(state), None)
+        is_certain, reason, _ = certainty(state, trained_part(state), None)
         live_clause = " while its live numbers are within bounds, else also by its update"
         judged_parts = f"loss and gradient{'' if is_certain is True else live_clause}"
         reasons.append(f"loss, gradient and update: {reason}" if reason else judged_parts)
 
-    jax.eval_shape(lambda state: members.over_members(trace_certainty, state), state)
+    jax.eval_shape(lambda state: over_members(trace_certainty, state), state)
     return f"by {reasons[0]}"
 
 

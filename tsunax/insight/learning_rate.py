@@ -14,7 +14,6 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import Figure, PyTree, checks, trees
-from tsunax._step.members import refuse_population
 from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.hyper import adjust
 from tsunax.precision import LossScale
@@ -22,6 +21,7 @@ from tsunax.program import TrainStep, check_is_train_step
 from tsunax.run import chunks, fused_loop, plots
 from tsunax.run.feed import Feed
 from tsunax.state import TrainState, check_state, own
+from tsunax.states import refuse_population
 
 __all__ = ["RangeTest", "find_learning_rate"]
 
@@ -188,13 +188,10 @@ def _smoothed_until_divergence(
     losses: np.ndarray, smooth: float, stop: float
 ) -> tuple[np.ndarray, int]:
     """The bias-corrected average of the losses, and how many come before they diverge."""
-    average, smoothed = 0.0, np.full(len(losses), np.nan)
-    for i, loss in enumerate(losses):
-        average = smooth * average + (1 - smooth) * loss
-        smoothed[i] = average / (1 - smooth ** (i + 1))
-        if not np.isfinite(smoothed[i]) or smoothed[i] > stop * abs(smoothed[: i + 1].min()):
-            return smoothed, i
-    return smoothed, len(losses)
+    smoothed = plots.exponential_average(np.arange(len(losses)), losses, smooth)
+    diverges = smoothed > stop * np.abs(np.minimum.accumulate(smoothed))
+    used = int(np.argmax([*(diverges | ~np.isfinite(losses)), True]))
+    return np.where(np.arange(len(losses)) <= used, smoothed, np.nan), used
 
 
 def _with_suggestions(name: str, rates, losses, smoothed, used: int) -> tuple[float, RangeTest]:

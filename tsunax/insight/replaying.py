@@ -14,12 +14,12 @@ import numpy as np
 from tsunax import guard
 from tsunax._core import Function, PyTree, dataflow, trees
 from tsunax._state.state_fields import averages_of
-from tsunax._step import members, step_errors
+from tsunax._step import step_errors
 from tsunax.insight import _origin
 from tsunax.program import TrainStep, check_is_train_step, place_state
 from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, trained_part
-from tsunax.states import States
+from tsunax.states import States, refuse_population
 
 __all__ = ["ReplayReport", "replay"]
 
@@ -80,7 +80,7 @@ def replay(
     ("gradient of params['w']", 'div', True)
     """
     if isinstance(state, States):  # search the infos first
-        members.refuse_population(state, "replay()")
+        refuse_population(state, "replay()")
         call_step, arguments = fused_loop.fused(step, True).call_step, (state, batch, extra)
         infos_of = lambda *args: (call_step(*args)[1].info,)
         new_state_of = lambda *args: (call_step(*args)[0],)
@@ -92,7 +92,7 @@ def replay(
     check_is_train_step(step, "replay()")
     assert isinstance(step, TrainStep)
     check_state(state, "replay()", batch)
-    members.refuse_population(state, "replay()")
+    refuse_population(state, "replay()")
     shardings = place_state(state.params)[0]
     if shardings is not None:
         batch, extra = step._place_batch(state, shardings, batch, extra)

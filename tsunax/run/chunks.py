@@ -1,4 +1,4 @@
-"""The batches of a call, and the parts of feeders: shapes, room and placement of batches.
+"""The batches of a call: feeders, which read them, and their shapes, room and placement.
 
 The room of a call is the number of batches that its program is compiled for. It follows from the
 bytes of a batch and from settings alone; the clock decides how many batches a call has.
@@ -7,6 +7,7 @@ bytes of a batch and from settings alone; the clock decides how many batches a c
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -14,11 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from tsunax._core import PyTree, Step, TreeDef, placement, trees
+from tsunax._core import PyTree, Scalar, Step, TreeDef, placement, trees
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import Source
 from tsunax.data.positions import Data, innermost
 from tsunax.errors import DataError, warn
+from tsunax.program import TrainStep
 from tsunax.run import fused_loop
 
 # Bytes of the batches of a call: they fit in a cache, and are a fraction of a model's memory.
@@ -28,6 +30,8 @@ MOST_BATCHES = 64
 # Steps of a call if the program gathers or makes its batches: then only infos need memory.
 RESIDENT = 1024
 NO_LIMIT = np.iinfo(np.int32).max
+# Bytes of the copies of a single batch, which are made once for many calls.
+REPEATED_BYTES = 4 << 20
 MOST_SHAPES = 16  # shapes that the batches of a run may have: each shape compiles
 
 
@@ -48,7 +52,6 @@ class Demand(NamedTuple):
     home: Any  # the sharding of the state
     step: int  # the step of the run before the call, for messages
     limit: int = NO_LIMIT  # rejected steps in a row that end the call
-    boundary_steps: float = 1  # steps up to the next boundary, which needs the place of the data
 
 
 class Limits(NamedTuple):
@@ -61,8 +64,6 @@ class Limits(NamedTuple):
 
 
 def epochs_of(chunks: Sequence[Chunk]) -> np.ndarray:
-    if all(isinstance(chunk.epochs, int) for chunk in chunks):
-        return np.repeat([chunk.epochs for chunk in chunks], [chunk.steps for chunk in chunks])
     return np.concatenate([np.broadcast_to(chunk.epochs, chunk.steps) for chunk in chunks])
 
 
@@ -70,18 +71,13 @@ class Feeder:
     """A way to read a source; see `run/feed.py` for the five feeders."""
 
     size: int = 1  # the most steps of a call, of batches of the newest shape
-    place: dict[str, Any] | None = None  # the data's place, if batches were read ahead
 
     def take(self, demand: Demand) -> Chunk | None:
         """The batches of the next call; None at the end of an epoch."""
         raise NotImplementedError
 
-    def read_ahead(self, demand: Demand, total: int) -> list[Chunk]:
-        """Chunks of batches that were read ahead, for at most `total` steps."""
-        return []
-
-    def forget(self) -> dict[str, Any] | None:
-        """Drop batches that were read ahead or repeated. Returns the data's place if it changes."""
+    def forget(self) -> None:
+        """Drop a batch that is repeated."""
 
 
 class Form(NamedTuple):
@@ -162,24 +158,6 @@ class Forms:
         return differs_in_rows and gathers and check_batch(batch) < check_batch(first)
 
 
-class Placer(NamedTuple):
-    """Places batches of a source for a step."""
-
-    source: Source
-    step: Step
-    is_population: bool
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether each device takes all rows, as the members of a population do."""
-        return self.source.is_whole or self.is_population
-
-    def stacked(self, stack: fused_loop.Stacked, steps: int, demand: Demand) -> tuple[Any, Any]:
-        return place(
-            stack, steps, demand.home, demand.limit, step=self.step, is_whole=self.is_whole
-        )
-
-
 def with_room(x: Any, size: int) -> Any:
     """An array with a first axis of `size`: its last row is repeated."""
     if len(x) == size:
@@ -251,3 +229,137 @@ class NoBatches(Feeder):
             return Chunk(fused_loop.Single(None), None, 1, 0, 0)
         steps = min(demand.steps, self.size)
         return Chunk(fused_loop.Nothing(self.size), count_of(steps, demand.limit), steps, 0, 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Gathered:
+    """Rows of arrays on the device: batch i has `order[first + i·rows : first + (i + 1)·rows]`."""
+
+    arrays: PyTree
+    order: jax.Array | None  # int32 (all rows,); None: in sequence
+    first: Scalar  # int32
+    rows: int = field(metadata={"static": True})
+    size: int = field(metadata={"static": True})
+    spread: Any = field(metadata={"static": True})  # the sharding of a batch's rows, on a mesh
+
+    def batch_at(self, i: Scalar) -> PyTree:
+        from tsunax.data.on_devices import gather
+
+        batch = gather(self.arrays, self.order, self.first + i * self.rows, (self.rows,))
+        return batch if self.spread is None else placement.constrain_rows(batch, self.spread)
+
+
+class ResidentRows(Feeder):
+    """The rows of arrays on the device, which the program gathers."""
+
+    def __init__(self, source: Source, is_population: bool) -> None:
+        self._source, self._is_population = source, is_population
+        self.size: int = max(2, min(len(source.data), RESIDENT))
+        self._full_rows = 0  # rows of a batch, except for a short batch at the end of an epoch
+
+    def take(self, demand: Demand) -> Chunk | None:
+        source, epoch = self._source, self._source.epoch
+        if (gathered := source.advance(min(demand.steps, self.size))) is None:
+            return None
+        first, (steps, rows) = gathered
+        self._full_rows = max(self._full_rows, rows)
+        size = self.size if rows == self._full_rows else 2  # the short batch
+        spread = None if self._is_population else placement.rows_over(demand.home, rows)
+        data, start = source.data, np.int32(first)
+        feed = Gathered(data.resident, data.device_order(epoch), start, rows, size, spread)
+        return Chunk(feed, count_of(steps, demand.limit), steps, epoch, 0)
+
+
+class OfHost(Feeder):
+    """A feeder of batches on the host, with one form for each of their shapes."""
+
+    def __init__(
+        self, source: Source, forms: Forms, step: Step, is_population: bool, last_epoch: float = 0
+    ) -> None:
+        self._source, self._forms, self._step = source, forms, step
+        self._is_population = is_population
+        self._last_epoch = last_epoch  # a call may cross the ends of earlier epochs; 0: of none
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether each device takes all rows, as the members of a population do."""
+        return self._source.is_whole or self._is_population
+
+    def _placed(self, stack: fused_loop.Stacked, steps: int, demand: Demand) -> tuple[Any, Any]:
+        options: Any = {"step": self._step, "is_whole": self._is_whole}
+        return place(stack, steps, demand.home, demand.limit, **options)
+
+
+class SingleBatches(OfHost):
+    """Single batches, for a step that is called without a loop."""
+
+    def take(self, demand: Demand) -> Chunk | None:
+        epoch = self._source.epoch
+        if (batch := self._source.next()) is None:
+            return None
+        form = self._forms.form_of(*jax.tree.flatten(batch), demand.step)
+        if self._is_whole:
+            batch = placement.replicate(batch, demand.home, shared=False)
+        elif not isinstance(self._step, TrainStep) and isinstance(demand.home, NamedSharding):
+            batch = placement.put_rows(batch, demand.home, shared=False)  # a TrainStep does it
+        return Chunk(fused_loop.Single(batch), None, 1, epoch, form.bytes)
+
+
+class OneBatch(OfHost):
+    """Many epochs of data with a single batch, which is read again after every boundary."""
+
+    _copies: fused_loop.Stacked | None = None
+
+    def take(self, demand: Demand) -> Chunk:
+        source, home, stack = self._source, demand.home, self._copies
+        if source.position:
+            source.next()
+        epoch = source.epoch
+        if stack is None:
+            leaves, treedef = jax.tree.flatten(source.next())
+            self.size: int = self._forms.form_of(leaves, treedef, demand.step).room
+            copies = [with_room(x[None], self.size) for x in leaves]
+            stack = fused_loop.Stacked(treedef.unflatten(copies))
+            placement.check_devices(stack.batches, home)
+            stack = stack if isinstance(home, NamedSharding) else jax.device_put(stack, home)
+        steps = int(min(demand.steps, self.size, self._last_epoch - epoch))
+        source.again(steps)
+        self._copies, count = self._placed(stack, steps, demand)
+        return Chunk(self._copies, count, steps, np.arange(epoch, epoch + steps), 0)
+
+    def forget(self) -> None:
+        self._copies = None
+
+
+class Stacks(OfHost):
+    """Batches that are stacked on the host."""
+
+    def take(self, demand: Demand) -> Chunk | None:
+        source, steps = self._source, min(demand.steps, self.size)
+        epochs: Any = source.epoch
+        if epochs < self._last_epoch and len(source.data) < steps:
+            steps_left = (self._last_epoch - epochs) * len(source.data) - source.position
+            batches, epochs = self._over_epochs(int(min(steps, steps_left)))
+        else:
+            batches = source.take(steps, self._forms.room_of)
+        if batches is None:
+            return None
+        leaves, treedef = jax.tree.flatten(batches)
+        form = self._forms.form_of(leaves, treedef, demand.step, axes=1)
+        if not form.is_tail:
+            self.size: int = form.room
+        stack = fused_loop.Stacked(treedef.unflatten(with_room(x, form.room) for x in leaves))
+        steps = len(leaves[0])
+        stack, count = self._placed(stack, steps, demand)
+        return Chunk(stack, count, steps, epochs, form.room * form.bytes)
+
+    def _over_epochs(self, steps: int) -> tuple[Any, np.ndarray]:
+        """The next `steps` batches, over the ends of short epochs, and the epoch of each batch."""
+        stacks, epochs = [], []
+        while len(epochs) < steps:
+            epoch = self._source.epoch
+            if (stack := self._source.take(steps - len(epochs))) is not None:
+                stacks.append(stack)
+                epochs += [epoch] * len(jax.tree.leaves(stack)[0])
+        return jax.tree.map(lambda *x: np.concatenate(x), *stacks), np.array(epochs)

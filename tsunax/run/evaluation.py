@@ -19,7 +19,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tsunax._core import Extra, Function, PyTree, checks, placement, processes, trees
 from tsunax._core.tables import flat
 from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
-from tsunax._step.members import members_of
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
 from tsunax.data.positions import Data, innermost
@@ -27,6 +26,7 @@ from tsunax.errors import LossError, WrongTypeError, warn
 from tsunax.loss import Loss, check_model_state, rows_of
 from tsunax.program import EvalStep, TrainStep
 from tsunax.state import TrainState
+from tsunax.states import members_of
 
 # whether `evaluate` takes the first batch only: `fit` needs only the names of the numbers
 ONE_BATCH: contextvars.ContextVar[bool] = contextvars.ContextVar("one batch", default=False)

@@ -1,6 +1,9 @@
-"""The batches of a run: the beginning and the place of its data, and the batches of each call.
+"""The batches of a run: the beginning and the place of its data, and the calls with them.
 
     data -> `Reading` (their beginning) -> `Source` (epoch and position) -> feeder -> `Chunk`
+    -> `Caller`: the compiled loop of the step, with the batches of a chunk
+
+`fit`, `iterate`, `run_epoch` and replays are loops around the two methods of a `Caller`.
 
 A chunk has the batches of one call. `_feeder_of` chooses the feeder that reads the source, at the
 start of a run, and again if a callback moved the state to other devices:
@@ -12,36 +15,25 @@ start of a run, and again if a callback moved the state to other devices:
     Stacks          all other data: batches that were stacked on the host
 """
 
+import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import numpy as np
 
-from tsunax._core import Function, PyTree, Step, TreeDef, placement
-from tsunax._step.members import members_of
+from tsunax._core import Function, PyTree, Step, placement, processes
 from tsunax.data.cursors import Source, as_source
 from tsunax.data.positions import Data, Positioned, innermost
 from tsunax.errors import DataError, warn
+from tsunax.program import TrainStep
 from tsunax.run import chunks, fused_loop, info_columns
-from tsunax.run.chunks import (
-    RESIDENT,
-    Chunk,
-    Demand,
-    Feeder,
-    Form,
-    Forms,
-    Limits,
-    NoBatches,
-    Placer,
-)
-from tsunax.states import COUNTED
+from tsunax.run.chunks import NO_LIMIT, Chunk, Demand, Feeder, Limits
+from tsunax.states import COUNTED, members_of
 
 # A call has room for `steps_per_call` batches up to this; above it only for the steps of the run.
 MOST_ROOM = 1024
-AHEAD = 64  # batches of arrays in memory that are gathered at once, also if a call takes fewer
 
 
 class NoData:
@@ -49,6 +41,13 @@ class NoData:
 
     def __iter__(self) -> Iterator[PyTree]:
         return itertools.repeat(None)
+
+
+class Call(NamedTuple):
+    """A call that was dispatched: its batches, and its infos, which may not be computed yet."""
+
+    chunk: Chunk
+    infos: Any
 
 
 class Reading:
@@ -158,7 +157,7 @@ class Feed:
         A loader of another library shows its end only in place of the next batch. With
         `looks_ahead` that is read, unless an iterator without a position could lose it.
         """
-        if not self._has_ended and self._feeder.place is None and self._is_at_end(looks_ahead):
+        if not self._has_ended and self._is_at_end(looks_ahead):
             # This takes the end: the source, and a save here, are at the next epoch.
             self._has_ended, self._place = self.source.take(1) is None, None
         has_ended, self._has_ended = self._has_ended, False
@@ -172,14 +171,7 @@ class Feed:
         can_look_ahead = not isinstance(data, NoData) and (source.restartable or source.resumable)
         return looks_ahead and can_look_ahead and source.next_is_end()
 
-    def take(
-        self,
-        steps: int,
-        state: PyTree,
-        step: int,
-        limit: int = chunks.NO_LIMIT,
-        boundary_steps: float = 1,
-    ) -> Chunk | None:
+    def take(self, steps: int, state: PyTree, step: int, limit: int = NO_LIMIT) -> Chunk | None:
         """The next batches, all of one shape; None at the end of an epoch. See `Demand`."""
         if self._may_have_moved:
             home, self._may_have_moved = placement.state_sharding(state), False
@@ -187,26 +179,21 @@ class Feed:
                 data, old_home, self._home = self.source.data, self._home, home
                 if _is_resident(data, home) != _is_resident(data, old_home):
                     self._feeder = self._choose(home)
-        chunk = self._feeder.take(Demand(steps, self._home, step, limit, boundary_steps))
+        chunk = self._feeder.take(Demand(steps, self._home, step, limit))
         self._has_ended = chunk is None
         self._place = None if isinstance(self.source.data, Data) else self.source.state()
         self._reading.follow(was_read=True)
         return chunk
 
-    def read_ahead(self, steps: int, total: int, limit: int) -> list[Chunk]:
-        """Further chunks of batches that were read already, for at most `total` steps."""
-        return self._feeder.read_ahead(Demand(steps, self._home, 0, limit), total)
-
     def sync(self) -> None:
-        """Move the data back to the batch after the last call. The state may move at a boundary."""
+        """Prepare for a boundary, at which the state may move, and a list may get another batch."""
         self._may_have_moved = True
-        if (place := self._feeder.forget()) is not None:
-            self.source.restore(place)
+        self._feeder.forget()
         self._reading.follow()
 
     def place(self) -> dict[str, Any]:
-        """The place of the data after the last call, before a block that was read ahead."""
-        place = self._feeder.place or self._place or self.source.state()
+        """The place of the data after the last call."""
+        place = self._place or self.source.state()
         settings = _settings_of(self.source.data)
         return place if settings is None else {**place, "settings": settings}
 
@@ -260,20 +247,17 @@ def _feeder_of(
         room = int(min(limits.steps_per_call, max(MOST_ROOM, limits.steps)))
         limits = limits._replace(steps_per_call=room)
     if isinstance(data, NoData):
-        return NoBatches(limits)
+        return chunks.NoBatches(limits)
     if limits.steps_per_call is not None and _is_resident(data, home):
-        from tsunax.run.resident_batches import ResidentRows
-
-        return ResidentRows(source, RESIDENT, is_population)
-    placer, is_list = Placer(source, step, is_population), isinstance(data, list | tuple)
-    repeats = is_list and len(data) == 1 and limits.last_epoch > 0
-    if repeats or limits.steps_per_call is None:
-        from tsunax.run.single_batches import REPEATED_BYTES, OneBatch, SingleBatches
-
-        if limits.steps_per_call is None:
-            return SingleBatches(source, Forms(data, limits), placer)
-        return OneBatch(source, Forms(data, limits, REPEATED_BYTES), placer, limits.last_epoch)
-    return Stacks(source, Forms(data, limits), placer, limits.last_epoch)
+        return chunks.ResidentRows(source, is_population)
+    forms, call = chunks.Forms(data, limits), (step, is_population)
+    if limits.steps_per_call is None:
+        return chunks.SingleBatches(source, forms, *call)
+    if isinstance(data, list | tuple) and len(data) == 1 and limits.last_epoch > 0:
+        forms = chunks.Forms(data, limits, chunks.REPEATED_BYTES)
+        return chunks.OneBatch(source, forms, *call, limits.last_epoch)
+    crosses_epochs = isinstance(data, Data) and data.is_of_arrays and data.tail_rows == 0
+    return chunks.Stacks(source, forms, *call, limits.last_epoch if crosses_epochs else 0)
 
 
 def _is_resident(data: Any, home: Any) -> bool:
@@ -282,116 +266,6 @@ def _is_resident(data: Any, home: Any) -> bool:
         return False
     is_reachable = lambda x: home is None or not x.committed or x.devices() == home.device_set
     return all(map(is_reachable, jax.tree.leaves(data.resident)))
-
-
-class Stacks(Feeder):
-    """Batches that are stacked on the host. Arrays in memory are read ahead of the calls."""
-
-    def __init__(self, source: Source, forms: Forms, placer: Placer, last_epoch: float) -> None:
-        self._source, self._forms, self._placer = source, forms, placer
-        self._block: _Block | None = None
-        data = source.data
-        self._reads_ahead: bool = isinstance(data, Data) and data.is_of_arrays
-        self._last_epoch = last_epoch if self._reads_ahead and data.tail_rows == 0 else 0
-        self._ahead = 1  # batches that are read at once
-
-    @property
-    def place(self) -> dict[str, Any] | None:  # type: ignore[override]
-        return None if self._block is None else self._block.place
-
-    def take(self, demand: Demand) -> Chunk | None:
-        if self._block is None:
-            self._block = self._read(demand)
-        return None if self._block is None else self._chunk_of(self._block, demand)
-
-    def _read(self, demand: Demand) -> "_Block | None":
-        source, steps, place = self._source, min(demand.steps, self.size), None
-        epochs: Any = source.epoch
-
-        if epochs < self._last_epoch and len(source.data) < steps:
-            steps_left = (self._last_epoch - epochs) * len(source.data) - source.position
-            batches, epochs = self._read_epochs(int(min(steps, steps_left)))
-        else:
-            ahead = int(min(self._ahead, demand.boundary_steps)) if self._reads_ahead else 1
-            place = source.state() if ahead > 1 else None
-            # A shape has one program, with one room, also if the shape before had more room.
-            room_of = lambda batch: max(ahead, self._forms.room_of(batch))
-            batches = source.take(max(ahead, steps), room_of)
-        if batches is None:
-            return None
-        leaves, treedef = jax.tree.flatten(batches)
-        form = self._forms.form_of(leaves, treedef, demand.step, axes=1)
-        if not form.is_tail:
-            self.size: int = form.room
-        self._ahead = max(1, min(AHEAD, chunks.BUFFER_BYTES // max(form.bytes, 1)))
-        return _Block(leaves, treedef, form, epochs, place, demand.steps)
-
-    def _read_epochs(self, steps: int) -> tuple[Any, np.ndarray]:
-        """The next `steps` batches, over the ends of short epochs, and the epoch of each batch."""
-        stacks, epochs = [], []
-        while len(epochs) < steps:
-            epoch = self._source.epoch
-            if (stack := self._source.take(steps - len(epochs))) is not None:
-                stacks.append(stack)
-                epochs += [epoch] * len(jax.tree.leaves(stack)[0])
-        return jax.tree.map(lambda *x: np.concatenate(x), *stacks), np.array(epochs)
-
-    def _chunk_of(self, block: "_Block", demand: Demand) -> Chunk:
-        batches, steps = block.next(demand.steps)
-        if block.position == block.count:
-            self._block = None
-        stack, count = self._placer.stacked(fused_loop.Stacked(batches), steps, demand)
-        return Chunk(stack, count, steps, block.epochs, block.bytes)
-
-    def read_ahead(self, demand: Demand, total: int) -> list[Chunk]:
-        chunks = []
-        while self._block is not None and total >= demand.steps:
-            chunks.append(self._chunk_of(self._block, demand))
-            total -= demand.steps
-        return chunks
-
-    def forget(self) -> dict[str, Any] | None:
-        place, self._block = self.place, None
-        return place
-
-
-class _Block:
-    """Batches that were read together. Calls get views of `size` batches, no copies."""
-
-    def __init__(
-        self,
-        leaves: list[Any],
-        treedef: TreeDef,
-        form: Form,
-        epochs: Any,
-        place: dict[str, Any] | None,
-        steps: int,
-    ) -> None:
-        """A block of stacked leaves. The first call takes `steps` batches at most.
-
-        `place` is the place of the data before the block; None if one call takes all of it.
-        """
-        self.count, self.position, self.epochs = len(leaves[0]), 0, epochs
-        self.size: int = form.room
-        is_of_one_call = self.count <= min(steps, self.size)
-        # the last call may read rows beyond the end
-        room = self.size if is_of_one_call else self.count + self.size - 1
-        self.leaves, self.treedef = [chunks.with_room(x, room) for x in leaves], treedef
-        self.bytes, self._start = self.size * form.bytes, place
-
-    @property
-    def place(self) -> dict[str, Any] | None:
-        """The place of the data without the batches that no call has taken."""
-        start = self._start
-        return start and start | {"position": start["position"] + self.position}
-
-    def next(self, steps: int) -> tuple[Any, int]:
-        """The next batches in a tree with room for `size`, and their number."""
-        i, steps = self.position, min(steps, self.size, self.count - self.position)
-        self.position += steps
-        is_whole = steps == self.count
-        leaves = self.leaves if is_whole else [x[i : i + self.size] for x in self.leaves]
-        return self.treedef.unflatten(leaves), steps
 
 
 def _is_new(state: PyTree) -> bool:
@@ -418,3 +292,55 @@ def check_is_lasting(place: Mapping[str, Any]) -> None:
         expected = "a text that is the same in the next process, which resumes there"
         fix = "Give its class a __repr__."
         raise DataError("position of the data", "fit()", address[0], expected, fix)
+
+
+class Caller:
+    """Calls a step with the batches of a feed. A call returns at once."""
+
+    def __init__(
+        self,
+        step: Step,
+        feed: Feed,
+        agreement: processes.Unanimous,
+        state: PyTree,
+        extra: Mapping[str, Any],
+        *,
+        donates: bool = False,
+    ) -> None:
+        """`donates`: whether calls consume the state also of a step that is no `TrainStep`."""
+        is_donated = step.donate if isinstance(step, TrainStep) else donates
+        self.loop: fused_loop.Fused = fused_loop.fused(step, is_donated)
+        self.feed: Feed = feed
+        self.agreement: processes.Unanimous = agreement
+        self._user_extra: dict[str, Any] | None = None  # `extra` before it was placed
+        self.extra: dict[str, Any] = {}
+        self.place_extra(extra, state)
+
+    def place_extra(self, extra: Mapping[str, Any], state: PyTree) -> None:
+        """Put the step's arguments on the state's devices, again if a callback changed them."""
+        new, old = dict(extra), self._user_extra
+        if old is None or new.keys() != old.keys() or any(new[k] is not old[k] for k in new):
+            placed = placement.place_extra(new, state)
+            self._user_extra, self.extra = new, placed
+
+    def take(self, n: int, state: PyTree, step: int, limit: int = NO_LIMIT) -> Chunk | None:
+        """The batches of a call after `step`, n at most; None at the end of an epoch."""
+        chunk = self.feed.take(n, state, step, limit)
+        self.agreement.chunk(step + 1, chunk, self.feed.source)
+        return chunk
+
+    def call(self, state: PyTree, chunk: Chunk, step: int) -> tuple[PyTree, Any]:
+        """The state after these batches, and their infos, which may not be computed yet."""
+        # A profile numbers each call by its first step.
+        annotation = jax.profiler.StepTraceAnnotation("train", step_num=step + 1)
+        if chunk.n is not None:
+            arguments = state, chunk.feed, chunk.n, self.extra
+            self.agreement.program(self.loop.trace, *arguments)
+            with annotation:
+                return self.loop(*arguments)
+        # the step is called as it is
+        if isinstance(train_step := self.loop.step, TrainStep):
+            trace = functools.partial(train_step.trace, **self.extra)
+            self.agreement.program(trace, state, chunk.feed.batch)
+        with annotation:
+            return self.loop.call_step(state, chunk.feed.batch, self.extra)

@@ -23,11 +23,10 @@ from tsunax._core.cadence import Cadence, Timer
 from tsunax._core.interrupts import Interrupt
 from tsunax.errors import RowError, StateError, warn
 from tsunax.program import TrainStep
-from tsunax.run import fused_loop, info_columns
-from tsunax.run.calling import Caller, Pace
+from tsunax.run import info_columns
 from tsunax.run.chunks import NO_LIMIT, Chunk, epochs_of
-from tsunax.run.feed import Feed
-from tsunax.run.history import Clock
+from tsunax.run.feed import Call, Caller, Feed
+from tsunax.run.history import Pace
 from tsunax.run.options import Options
 from tsunax.run.part import Part
 from tsunax.run.rejections import Rejections
@@ -65,9 +64,9 @@ class Fit:
         self.begin_order: tuple[Part, ...] = begin_order
         self.agreement: processes.Unanimous = agreement
         self.beginning: Beginning = beginning
-        donates = not isinstance(step, TrainStep) or step.donate
-        self.loop: fused_loop.Fused = fused_loop.fused(step, donates)
-        self.caller: Caller = Caller(self.loop, feed, agreement, run, options.extra)
+        self.caller: Caller = Caller(step, feed, agreement, run.state, options.extra, donates=True)
+        self.unread: list[Call] = []  # calls with infos that were not read yet
+        self.steps_ahead: int = 0  # steps of the unread calls
         self.interrupt: Interrupt = interrupt
         self.timers: list[Timer] = [timer for part in parts for timer in part.timers]
         # whether process 0 decides for this process which timers are late
@@ -75,7 +74,6 @@ class Fit:
         self.signal: int = 0  # the signal that ended the run: the same on all processes
         # for the next boundary, agreed by all processes: ("save", signal), ("clock", timer's index)
         self.requests: set[tuple[str, int]] = set()
-        self.clock: Clock = options.clock
         self.rejections: Rejections = Rejections(step, run.state, run, options.max_bad)
         self.held_numbers: info_columns.HeldNumbers = info_columns.HeldNumbers(beginning.memory)
         self.next_boundary: tuple[int, float] = -1, 0.0  # a step, and the first boundary beyond it
@@ -88,16 +86,15 @@ class Fit:
         options = self.options
         settings = {
             "options": options.deciding(),
-            "parts": [[type(p).__name__, str(p.cadence)] for p in self._boundary_parts()],
+            # parts with a cadence: the same on all processes
+            "parts": [
+                [type(p).__name__, str(p.cadence)] for p in self.parts if p.cadence != Cadence()
+            ],
             "place": self.feed.source.state(),
         }
         functions = {"step": self.step, "evaluate": options.evaluate}
         trees = {"state": self.run.state, "extra": dict(options.extra)}
         self.agreement.start(functions | {"callbacks": [*options.callbacks]}, trees, **settings)
-
-    def _boundary_parts(self) -> list[Part]:
-        # They are the same on all processes.
-        return [part for part in self.parts if part.cadence != Cadence()]
 
     def begin(self) -> None:
         """Hold the first boundary of the run."""
@@ -119,6 +116,11 @@ class Fit:
 
     def is_finished(self) -> bool:
         """Whether the goal, a callback, a rewind, or a signal of any process ends the calls."""
+        # A compiled loop ends by itself at too many rejections. Single calls (steps_per_call=None)
+        # are read to count rejections: first all but the last, so that the device has work.
+        for leave in (1, 0) if self.options.steps_per_call is None else ():
+            if self.rejections.may_end(len(self.unread)):
+                self.read(leave)
         run = self.run
         is_complete = self.options.goal.reached(run.step, self.feed.epoch) or run.stopped
         if is_complete or self.signal or run.restart is not None:
@@ -146,48 +148,42 @@ class Fit:
             boundaries = [part.next_step(step) for part in self.parts]
             boundaries += [goal_step] if goal_step > step else []
             self.next_boundary = step, min(boundaries, default=float("inf"))
-        return self.next_boundary[1] - step - self.caller.ahead
+        return self.next_boundary[1] - self.newest_step
 
-    def next_chunks(self) -> list[Chunk] | None:
-        """The batches of the next calls; None if the run is over."""
-        # A compiled loop ends by itself at too many rejections. Single calls (steps_per_call=None)
-        # are read to count rejections: first all but the last, so that the device has work.
-        for leave in (1, 0) if self.options.steps_per_call is None else ():
-            if self.rejections.may_end(len(self.caller.unread)):
-                self.read(leave)
-        return None if self.is_finished() else self.take(self.steps_to_boundary())
+    @property
+    def newest_step(self) -> int:
+        """The step after all calls, if no step of the unread calls is rejected."""
+        return self.run.step + self.steps_ahead
 
-    def take(self, steps_left: float) -> list[Chunk]:
-        """The batches of the next calls, for `steps_left` steps at most; [] at the end of an epoch.
+    def call(self) -> bool:
+        """Make the next call; False at the end of an epoch, without a call.
 
-        The number of steps of a call is the least of `per_call()`, `steps_left`, the room of a call
-        (`chunks.buffer_size`), and the rest of an epoch or block. If batches were read ahead, there
-        are several calls, for up to `CALL_SECONDS` in all: a Ctrl-C waits for them.
+        The number of its steps is the least of `per_call()`, `steps_to_boundary()`, the room of a
+        call (`chunks.buffer_size`), and the rest of an epoch.
         """
-        step = self.run.step + self.caller.ahead  # if no step of the unread calls is rejected
-        limit = self.rejections.limit or NO_LIMIT
-        most_steps = int(min(self.per_call(), steps_left))
-        if self.run.witnesses:  # nothing is under way, because a boundary comes before
-            most_steps, self.witnessed_state = 1, jax.tree.map(own, self.run.state)
+        run, step, limit = self.run, self.newest_step, self.rejections.limit or NO_LIMIT
+        most_steps = int(min(self.per_call(), self.steps_to_boundary()))
+        # nothing is under way before a call with witnesses, because a boundary comes before
+        most_steps = 1 if run.witnesses else most_steps
         with self.reading_data():
-            chunk = self.feed.take(
-                most_steps, self.run.state, step, limit, boundary_steps=steps_left
-            )
-        self.agreement.chunk(step + 1, chunk, self.feed.source)
-        if chunk is None or self.agreement.spans or self.run.witnesses:
-            return [] if chunk is None else [chunk]
-        steps = min(CALL_SECONDS / self.pace.step_seconds, steps_left) - chunk.steps
-        return [chunk, *self.feed.read_ahead(most_steps, int(steps), limit)]
+            chunk = self.caller.take(most_steps, run.state, step, limit)
+        if chunk is None:
+            return False
+        self.witnessed_state = jax.tree.map(own, run.state) if run.witnesses else None
+        run.state, infos = self.caller.call(run.state, chunk, step)
+        self.unread.append(Call(chunk, infos))
+        self.steps_ahead += chunk.steps
+        return True
 
     @contextlib.contextmanager
     def reading_data(self) -> Iterator[None]:
         """A block that reads batches. Its seconds count if the device waits for them."""
-        self.clock.lap("data")
+        clock = self.options.clock
+        clock.lap("data")
         yield
-        unread = self.caller.unread
-        if unread and not info_columns.is_ready(unread[-1].infos):
-            self.clock.cause = "device"  # the device was at work, so it did not wait for data
-        self.clock.lap("device")
+        if self.unread and not info_columns.is_ready(self.unread[-1].infos):
+            clock.cause = "device"  # the device was at work, so it did not wait for data
+        clock.lap("device")
 
     def per_call(self) -> int:
         setting = self.options.steps_per_call
@@ -198,43 +194,47 @@ class Fit:
         return int(max(1, min(CALL_SECONDS / self.pace.step_seconds, self.feed.size)))
 
     def dispatched(self) -> None:
-        """Called when calls are under way: reads earlier calls, if they have waited long enough."""
-        start = self.clock.since
+        """Called when a call is under way: reads earlier calls, if they have waited long enough."""
+        clock = self.options.clock
+        start = clock.since
         if is_new := self.trace_count != self.count_traces():  # compiling took a part of the time
-            self.trace_count, self.clock.cause = self.count_traces(), "compile"
-        end = self.clock.lap("device")
+            self.trace_count, clock.cause = self.count_traces(), "compile"
+        end = clock.lap("device")
         self.pace.read_time = self.pace.read_time or end
-        chunk, infos = self.caller.unread[-1]
+        chunk, infos = self.unread[-1]
         if is_new:
             self.pace.exclude(end - start, chunk.steps if info_columns.is_ready(infos) else 0)
         is_late = self.agreement.spans or not self.pace.is_known
         is_late = is_late or end - self.pace.read_time > CALL_SECONDS
-        if (count := len(self.caller.unread)) > 1 and (
-            is_late or count * chunk.bytes > WAITING_BYTES
-        ):
+        if is_late or len(self.unread) * chunk.bytes > WAITING_BYTES:
             self.read(1)
         if self.run.witnesses:
-            from tsunax.run.witnessing import call_witnesses
-
             self.read(0)
-            state, self.witnessed_state = self.witnessed_state, None
-            call_witnesses(self.run, self.loop, state, chunk, self.caller.extra)
+            self.call_witnesses(chunk)
         self.poll(self.agreement.agree)  # The boundary after these calls serves the requests.
+
+    def call_witnesses(self, chunk: Chunk) -> None:
+        """Call the witnesses of the last call, which see its state, and can repeat it."""
+        witnesses, self.run.witnesses = self.run.witnesses, []
+        repeat = lambda: self.caller.call(jax.tree.map(own, self.witnessed_state), chunk, 0)[0]
+        for witness in witnesses:
+            witness(self.run, repeat)
+        self.witnessed_state = None
 
     def count_traces(self) -> int:
         """How often the step or its loop was traced, so compiled; at most 1 if that is unknown."""
-        step = self.loop.step  # equal steps share a loop, with the first step
-        if isinstance(step, TrainStep):
-            return len(step.traces)
+        loop = self.caller.loop
+        if isinstance(loop.step, TrainStep):  # equal steps share a loop, with the first step
+            return len(loop.step.traces)
         is_looped = self.options.steps_per_call is not None
-        return self.loop.programs.traced if is_looped else bool(self.caller.unread)
+        return loop.programs.traced if is_looped else bool(self.unread)
 
-    def boundary_here(self) -> None:
+    def hold_boundary(self, *events: str) -> None:
         """Hold the boundary after these calls, unless rejected steps keep the run before it."""
         self.read(0)
-        events = ["step"] if self.run.step == self.next_boundary[1] else []
-        if events or self.requests:
-            self.boundary(events)
+        all_events = ["step"] * (self.run.step == self.next_boundary[1]) + [*events]
+        if all_events or self.requests:
+            self.boundary(all_events)
 
     def take_epoch_end(self) -> bool:
         """Whether an epoch ends after these calls. Then the data begin the next epoch.
@@ -243,7 +243,7 @@ class Fit:
         a signal or a timer it does not, because these must not wait for a batch, and at the goal no
         further batch is read: if the run continues later, it finds the end of the epoch then.
         """
-        step = self.run.step + self.caller.ahead  # if no step of the unread calls is rejected
+        step = self.newest_step
         if self.steps_to_boundary() > 0 or self.options.goal.reached(step, self.feed.epoch):
             return self.feed.take_epoch_end()
         with self.reading_data():
@@ -251,13 +251,10 @@ class Fit:
         self.agreement.epoch_end(step, has_ended)
         return has_ended
 
-    def epoch_ended(self) -> None:
+    def hold_epoch_boundary(self) -> None:
         """Hold the boundary at the end of an epoch, if a part needs it."""
-        if not any(part.cadence.epochs for part in self.parts):
-            return
-        self.read(0)
-        is_step = self.run.step == self.next_boundary[1]
-        self.boundary(["step", "epoch"] if is_step else ["epoch"])
+        if any(part.cadence.epochs for part in self.parts):
+            self.hold_boundary("epoch")
 
     def end(self) -> None:
         self.read(0)
@@ -267,13 +264,14 @@ class Fit:
         if self.signal:
             run.interrupted = signal.Signals(self.signal).name
             run.stop(INTERRUPTED)
-        if slowest := self.agreement.slowest(self.clock.seconds):
+        if slowest := self.agreement.slowest(self.options.clock.seconds):
             run.history.mark("slowest", run.step, slowest)
         self.boundary(["end"])
 
     def boundary(self, events: list[str]) -> None:
         """Hold a boundary: call each part that is due there, in order. It serves the requests."""
-        boundary_start, run = self.clock.lap("idle"), self.run
+        clock, run = self.options.clock, self.run
+        boundary_start = clock.lap("idle")
         requests, self.requests = sorted(self.requests), set()
         events += dict.fromkeys(kind for kind, _ in requests)
         for name in [signal.Signals(number).name for kind, number in requests if kind == "save"]:
@@ -294,8 +292,8 @@ class Fit:
             timer.restart()
         if run.changed_by:
             self.rejections.calls = info_columns.most_calls(run.state)
-        self.caller.place_extra(self.options.extra)
-        self.pace.exclude(self.clock.lap("idle") - boundary_start)
+        self.caller.place_extra(self.options.extra, run.state)
+        self.pace.exclude(clock.lap("idle") - boundary_start)
 
     @contextlib.contextmanager
     def parts_begun(self) -> Iterator[None]:
@@ -331,12 +329,14 @@ class Fit:
     def read(self, leave: int) -> None:
         """Make rows of all calls but the last `leave`. After `read(0)` nothing is under way."""
         form = lambda call: info_columns.form_of(call.infos)
-        for _, calls in itertools.groupby(self.caller.read(leave), form):
+        count = len(self.unread) - leave
+        late_calls, self.unread = self.unread[:count], self.unread[count:]
+        self.steps_ahead = sum(call.chunk.steps for call in self.unread)
+        for _, calls in itertools.groupby(late_calls, form):
             chunks, infos = zip(*calls, strict=True)
             infos = [info_columns.hosted(x) for x in infos]  # the host waits here only
             infos, named = info_columns.unpacked(infos, [chunk.steps for chunk in chunks])
-            unread = self.caller.unread
-            ready = (chunk.steps for chunk, infos in unread if info_columns.is_ready(infos))
+            ready = (chunk.steps for chunk, infos in self.unread if info_columns.is_ready(infos))
             self.pace.measure(sum(chunk.steps for chunk in chunks), sum(ready))
             self.rows(chunks, infos, named)
 
@@ -399,7 +399,7 @@ class Fit:
     ) -> tuple[dict[str, Any], dict[str, float]]:
         """The columns of these steps, and the numbers that are the same in all their rows."""
         run, is_population = self.run, self.rejections.is_population
-        columns = dict(info_columns.columns(infos)) | named
+        columns = info_columns.columns(infos) | named
         columns["epoch"] = epochs
         columns |= info_columns.by_element(
             "rejected", rejected if is_population else rejected[:, 0]

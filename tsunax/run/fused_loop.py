@@ -33,16 +33,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Extra, PyTree, Scalar, Step, checks, placement, stable_text, trees
-from tsunax._cpu import convolutions
-from tsunax._step.members import over_members
+from tsunax._core import Extra, Function, PyTree, Scalar, Step, checks, placement, trees
 from tsunax._step.programs import Programs, Traced, place_state
 from tsunax.errors import StateError
 from tsunax.guard import tracing
 from tsunax.program import TrainStep
 from tsunax.run.info_columns import Infos, StatesInfo, with_numbers, with_scheduled
 from tsunax.state import TrainState, donated
-from tsunax.states import States, assemble_any, split_any, training_states
+from tsunax.states import States, assemble_any, over_members, split_any, training_states
 
 # Without these options XLA reads the condition of a loop back to the host before each step, and
 # only the body is a CUDA graph: 200 steps of a small MLP took 2.0 times as long as in a scan by
@@ -69,12 +67,22 @@ def _options_of_loop() -> dict[str, str]:
     return ONE_GRAPH
 
 
-def _is_on_gpu(state: PyTree) -> bool:
-    """Whether the loop of a state is a separate program, outside of any trace, on a GPU."""
+def _platform_of(state: PyTree) -> str:
+    """The platform of a state outside of any trace, for its own program; "" within a trace."""
     array = next(filter(trees.is_placed, jax.tree.leaves(state)), None)
-    if array is None or trees.is_tracing():
-        return False
-    return next(iter(array.sharding.device_set)).platform == "gpu"
+    if trees.is_tracing():
+        return ""
+    device = jax.devices()[0] if array is None else next(iter(array.sharding.device_set))
+    return device.platform
+
+
+def _fast_on_cpu(fn: Function, platform: str) -> Function:
+    """A function that runs as fast in a loop as outside. XLA for other platforms needs no help."""
+    if platform not in ("cpu", ""):
+        return fn
+    from tsunax._cpu import convolutions
+
+    return convolutions.fast(fn)
 
 
 @dataclass(frozen=True)
@@ -150,8 +158,8 @@ class Fused:
         """The calls that each program was compiled for."""
         return collections.defaultdict(Compiled)
 
-    def _compiled_on(self, place: tuple[placement.MeshShardings | None, bool]) -> Any:
-        (shardings, is_on_gpu), step = place, self.step
+    def _compiled_on(self, place: tuple[placement.MeshShardings | None, str]) -> Any:
+        (shardings, platform), step = place, self.step
         run, mesh = self.call_step, shardings and shardings.replicated.mesh
         if isinstance(step, TrainStep):
             run = functools.partial(step.pure, mesh=mesh)
@@ -181,7 +189,7 @@ class Fused:
                 return new, [*new_leaves.values()], Infos.of_step(jax.tree.map(jnp.asarray, info))
 
             # traced once for the shapes and the loop
-            looped_step = jax.jit(convolutions.fast(looped_step))
+            looped_step = jax.jit(_fast_on_cpu(looped_step, platform))
             shapes = jax.eval_shape(looped_step, moving, fixed, feed.batch_at(0))[2]
             # computed from the clock: if the axes of its mesh are explicit, infos are on that mesh
             zero = jnp.sum(state.clock) * 0 if hasattr(state, "clock") else 0
@@ -209,12 +217,13 @@ class Fused:
             infos = with_scheduled(infos, state)
             return moving, dict(zip(changed, changed_leaves, strict=True)), infos
 
-        return self._jitted(train_steps, shardings, is_on_gpu)
+        return self._jitted(train_steps, shardings, platform)
 
-    def _jitted(self, train_steps: Any, shardings: Any, is_on_gpu: bool) -> Any:
+    def _jitted(self, train_steps: Any, shardings: Any, platform: str) -> Any:
         """The compiled loop. It donates the moving leaves, and leaves the state where it was."""
         out = None if shardings is None else (shardings.of_leaves, None, shardings.replicated)
         donated = (1,) if self.donate else ()
+        is_on_gpu = shardings is None and platform == "gpu"
         return jax.jit(
             train_steps,
             static_argnums=0,
@@ -256,82 +265,63 @@ class Fused:
         return out
 
     def __call__(self, state: PyTree, feed: PyTree, n: Any, extra: Extra) -> tuple[Any, Infos]:
-        calls = Calls(self, state, extra)
-        infos = calls(feed, n)
-        return calls.state, infos
-
-    def trace(self, state: PyTree, feed: PyTree, n: Any, extra: Extra) -> jax.stages.Traced:
-        """The trace of the program of such a call, which the call then uses."""
-        return Calls(self, state, extra).trace(feed, n)
-
-
-class Calls:
-    """Calls of a loop one after another: the state is split once, and assembled once."""
-
-    def __init__(self, loop: Fused, state: PyTree, extra: Extra) -> None:
-        self._kind, moving, fixed = split_any(state)
-        self._extra = extra
-        self._row_probe = loop.step.row_probe if isinstance(loop.step, TrainStep) else None
-        if self._kind is not None:
-            placed = loop.programs.place_state(state, moving, fixed)
-        elif any(map(trees.is_gone, jax.tree.leaves(state))):
-            raise StateError(donated("the loop"))
-        else:
-            placed = place_state(moving)
-        shardings, self._moving, self._fixed = placed
-        is_on_gpu = shardings is None and _is_on_gpu(self._moving)
-        self._program = loop.programs[shardings, is_on_gpu]
-        self._compiled = loop.compiled[self._program]
-        self._types: Any = None  # None if the next call has to read them from the state
-
-    def _arguments(self, feed: PyTree, n: Any) -> tuple[Any, ...]:
-        return self._kind, self._moving, self._fixed, feed, n, self._extra
-
-    def trace(self, feed: PyTree, n: Any) -> jax.stages.Traced:
-        return self._program.trace(*self._arguments(feed, n))
-
-    def __call__(self, feed: PyTree, n: Any) -> Infos:
-        if self._row_probe is not None and self._row_probe.pending:
+        program, arguments = self._program_of(state, feed, n, extra)
+        kind, moving, fixed, *_ = arguments
+        row_probe = self.step.row_probe if isinstance(self.step, TrainStep) else None
+        if row_probe is not None and row_probe.pending:
             with _SENDS("allow"):
                 first = feed.batch_at(0)
-            self._row_probe(self.state, first, self._extra)
+            row_probe(assemble_any(kind, moving, fixed), first, extra)
         try:
-            self._moving, changed_leaves, infos = self._dispatch(feed, n)
+            moving, changed_leaves, infos = self._dispatch(program, arguments)
         except Exception as error:
             from tsunax._core.source_lines import hide_own_frames
 
             hide_own_frames(error)
             raise
         if changed_leaves:
-            self._fixed = _with_leaves(self._fixed, changed_leaves)
-        return infos
+            fixed = _with_leaves(fixed, changed_leaves)
+        return assemble_any(kind, moving, fixed), infos
 
-    def _dispatch(self, feed: PyTree, n: Any) -> Any:
-        """Call the program. JAX's transfer guard proves that the call reads nothing back.
+    def trace(self, state: PyTree, feed: PyTree, n: Any, extra: Extra) -> jax.stages.Traced:
+        """The trace of the program of such a call, which the call then uses."""
+        program, arguments = self._program_of(state, feed, n, extra)
+        return program.trace(*arguments)
+
+    def _program_of(
+        self, state: PyTree, feed: PyTree, n: Any, extra: Extra
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """The program for a state where it is placed, and its arguments."""
+        kind, moving, fixed = split_any(state)
+        if kind is not None:
+            placed = self.programs.place_state(state, moving, fixed)
+        elif any(map(trees.is_gone, jax.tree.leaves(state))):
+            raise StateError(donated("the loop"))
+        else:
+            placed = place_state(moving)
+        shardings, moving, fixed = placed
+        program = self.programs[shardings, _platform_of(moving)]
+        return program, (kind, moving, fixed, feed, n, extra)
+
+    def _dispatch(self, program: Any, arguments: tuple[Any, ...]) -> Any:
+        """Call a program. JAX's transfer guard proves that the call reads nothing back.
 
         Batches on the host are sent with the call, also under a user's guard against it: sending
         them before the call costs five times as much. The first call of a form is traced, which
         runs the user's code under the user's guard, and compiled, which reads constants.
         """
-        arguments = self._arguments(feed, n)
-        form = self._kind, _form(feed), _form(self._extra)
-        known_types = self._compiled.known_types(form, self._program)
-        if self._types is None:
-            self._types = _types((self._moving, self._fixed))
-        if self._types in known_types:
+        kind, moving, fixed, feed, _, extra = arguments
+        compiled, types = self.compiled[program], _types((moving, fixed))
+        known_types = compiled.known_types((kind, _form(feed), _form(extra)), program)
+        if types in known_types:
             with _SENDS("allow"), _RECEIVES("disallow"):
-                return self._program(*arguments)
-        self._program.trace(*arguments)
+                return program(*arguments)
+        program.trace(*arguments)
         with _SENDS("allow"):
-            out = self._program(*arguments)
-        known_types.append(self._types)
-        self._compiled.size = self._program._cache_size()
-        self._types = None  # the first call makes weak types strong
+            out = program(*arguments)
+        known_types.append(types)
+        compiled.size = program._cache_size()
         return out
-
-    @property
-    def state(self) -> Any:
-        return assemble_any(self._kind, self._moving, self._fixed)
 
 
 def _with_leaves(tree: PyTree, new: dict[int, Any]) -> PyTree:
@@ -348,13 +338,7 @@ def _takes_batch(step: Step) -> bool:
 
 
 def _check_same(old, new) -> None:
-    fix = "A step returns a state like the one that it got."
-    expected_of_kind = {TrainState: "a TrainState", States: "a run: return run.advance(...), info"}
-    for kind, expected in expected_of_kind.items():
-        if isinstance(old, kind) and not isinstance(new, kind):
-            fix = "A step returns (state, info)."
-            raise StateError("state", "step", trees.describe(new), expected, fix)
-    checks.check_like("state", new, old, fix)
+    checks.check_like("state", new, old, "A step returns (state, info), the state as it got it.")
 
 
 def _form(tree: PyTree) -> Any:
@@ -383,7 +367,7 @@ def lowerable(step: Any, state: PyTree) -> Any:
         new, call_info = fused(step, True).call_step(state, batch, extra)
         return new, call_info.info
 
-    return jax.jit(convolutions.fast(call), donate_argnums=0)
+    return jax.jit(_fast_on_cpu(call, _platform_of(state)), donate_argnums=0)
 
 
 def fused(step: Any, donate: bool) -> Fused:
@@ -393,6 +377,8 @@ def fused(step: Any, donate: bool) -> Fused:
     """
     if isinstance(step, TrainStep):
         return _shared(step, donate, step.references)
+    from tsunax._core import stable_text
+
     return _shared(step, donate, stable_text.code_of(step, is_exact=True))
 
 

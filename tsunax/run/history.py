@@ -1,4 +1,4 @@
-"""The history of a run: rows of numbers by step, and marks of events.
+"""The history of a run: rows of numbers by step, and marks of events. Its clock and its pace.
 
 The loop fills a `History`, and people read it: columns as NumPy arrays, a DataFrame, a plot. It
 uses no device, no state and no file.
@@ -6,6 +6,7 @@ uses no device, no state and no file.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import math
@@ -23,6 +24,7 @@ from tsunax.errors import RowError, unknown
 CAUSES = ("compile", "data", "device", "evaluation", "checkpoint", "callbacks", "idle")
 MOST_ROWS = 50_000  # rows that a history keeps
 MOST_MARKS = 10_000
+RECENT_READS = 16  # the pace of a run is measured over this many reads
 
 
 def _array(kind: str, values: Any) -> array:
@@ -62,6 +64,50 @@ class Clock:
         for cause, seconds in self.seconds.items():
             total[cause] += seconds
         self.total = total
+
+
+class Pace:
+    """The seconds per step over the last reads. Compiling and boundaries are left out."""
+
+    def __init__(self) -> None:
+        self.step_seconds: float = math.inf  # inf: unknown
+        self.read_time: float = 0.0  # when calls were read last; 0 before the first call
+        self.steps_read: int = 0
+        self.gathered_calls: float = 0.0  # calls that only gathered a gradient (`rules.accumulate`)
+        self._excluded_seconds: float = 0.0
+        self._excluded_steps: int = 0
+        # (clock without excluded seconds, steps done) at the last reads
+        self._timings: collections.deque[tuple[float, int]] = collections.deque(maxlen=RECENT_READS)
+
+    @property
+    def is_known(self) -> bool:
+        return self.step_seconds < math.inf
+
+    def exclude(self, seconds: float, steps: int = 0) -> None:
+        """Leave out these seconds, and the steps that were done in them."""
+        self._excluded_seconds += seconds
+        self._excluded_steps += steps
+
+    def measure(self, steps: int, unread_steps: int) -> None:
+        """Count a read of `steps`, when `unread_steps` more are done."""
+        self.read_time = time.perf_counter()
+        self.steps_read += steps
+        steps_done = self.steps_read + unread_steps - self._excluded_steps
+        clock = self.read_time - self._excluded_seconds
+        # not at the first read, because the first call compiles
+        if self._timings and steps_done > self._timings[0][1]:
+            clock_before, steps_before = self._timings[0]
+            self.step_seconds = max(clock - clock_before, 1e-9) / (steps_done - steps_before)
+        self._timings.append((clock, steps_done))
+
+    def rates(self, examples: float | None) -> dict[str, float]:
+        """Applied steps and examples per second, of `examples` in a step; {} if unknown."""
+        if not self.is_known:
+            return {}
+        counts = {"steps": 1 - self.gathered_calls / self.steps_read}
+        if examples is not None:
+            counts["examples"] = examples
+        return {f"{name}_per_second": n / self.step_seconds for name, n in counts.items()}
 
 
 class History:
@@ -168,7 +214,7 @@ class History:
     def close(self, row: Mapping[str, Any], step: int) -> None:
         """`add` numbers, a dict, that only the end of a run has; see `reopen`. Raises as `add`."""
         earlier_names = self._closing[1] if self._closing[0] == step else ()
-        new_names = [name for name in row if (self.newest(name) or (-1, 0.0))[0] != step]
+        new_names = [name for name in row if name not in self._numbers_at(step)]
         self.add(row, step)
         self._closing = step, (*earlier_names, *new_names)
 
@@ -266,6 +312,11 @@ class History:
             return None
         rows, values = self._columns[name]
         return self._steps[rows[-1]], values[-1]
+
+    def _numbers_at(self, step: int) -> dict[str, float]:
+        """The numbers of this step, of names without a later number."""
+        pairs = {name: (rows[-1], values[-1]) for name, (rows, values) in self._columns.items()}
+        return {name: x for name, (i, x) in pairs.items() if self._steps[i] == step}
 
     def last(self, name: str) -> float:
         """The newest value of `name`, a float; RowError for an unknown name."""

@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Function, PyTree, Scalar, TreeDef, tables
-from tsunax._step.members import check_local_members
 from tsunax.errors import RowError
 from tsunax.rules.number_table import Numbers
 from tsunax.run.run import OF_FIT
-from tsunax.states import COUNTED, States, numbers_of, training_states
+from tsunax.states import COUNTED, States, check_local_members, numbers_of, training_states
 from tsunax.step import StepInfo
 
 # Columns of one name, for 1,000 classes or members. A matrix of more would fill the memory.
@@ -190,38 +189,45 @@ def user_names(infos: PyTree) -> list[str]:
     return [name for name in names if name in (*OF_FIT, "step")]
 
 
-def columns(infos: PyTree) -> Iterator[tuple[str, Any]]:
+def _named_parts(infos: PyTree, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each `StepInfo` and each other number of infos, and the names above it: "critic/"."""
+    infos = infos.info if isinstance(infos, StatesInfo) else infos
+    if not isinstance(infos, Mapping):
+        yield prefix, infos
+        return
+    for name, part in infos.items():
+        yield from _named_parts(part, f"{prefix}{name}/")
+
+
+def columns(infos: PyTree) -> dict[str, Any]:
     """The numbers of stacked infos by name: of a `StepInfo`, a mapping of infos, or a single loss.
 
     A number with more than `MOST_COLUMNS` elements a step is a single array of two axes. Numbers of
     a `Watch` are masked at the calls that it did not measure.
     """
-    if isinstance(infos, StatesInfo):
-        numbers = dict(columns(infos.info))
-        for name, x in infos.rejected.items():
-            if (name := f"{name}/rejected") in numbers:
-                raise RowError(repr(name), "step", "a name that fit reserves", "another name")
-            numbers |= by_element(name, x)
-        yield from numbers.items()
-        return
-    if isinstance(infos, StepInfo):
-        names = "loss grad_norm update_norm loss_scale dropped weight".split()
-        numbers = {name: getattr(infos, name) for name in names} | (infos.metrics or {})
-        noise = {} if infos.noise_scale is None else infos.noise_scale._asdict()
-        numbers |= {f"noise_scale/{name}": x for name, x in noise.items()}
-        numbers |= {} if infos.watch is None else infos.watch.columns()
-    elif isinstance(infos, Mapping):
-        numbers = {}
-        for name, part in infos.items():
-            if isinstance(part, StepInfo | Mapping):
-                numbers |= {f"{name}/{inner}": x for inner, x in columns(part)}
-            else:
-                numbers[name] = part
-    else:
-        numbers = {"loss": infos}
-    for name, x in numbers.items():
-        if x is not None:
-            yield from by_element(name, x).items()
+    numbers: dict[str, Any] = {}
+    for prefix, part in _named_parts(infos):
+        if isinstance(part, StepInfo):
+            numbers |= {prefix + name: x for name, x in _numbers_of(part).items()}
+        else:
+            numbers[prefix[:-1] or "loss"] = part
+    rejected = infos.rejected if isinstance(infos, StatesInfo) else {}
+    rejected = {f"{name}/rejected": x for name, x in rejected.items()}
+    if taken_names := [name for name in rejected if name in numbers]:
+        got, expected = "a name that fit reserves", "another name"
+        raise RowError(repr(taken_names[0]), "step", got, expected)
+    by_name: dict[str, Any] = {}
+    for name, x in (numbers | rejected).items():
+        by_name |= {} if x is None else by_element(name, x)
+    return by_name
+
+
+def _numbers_of(info: StepInfo) -> dict[str, Any]:
+    names = "loss grad_norm update_norm loss_scale dropped weight".split()
+    numbers = {name: getattr(info, name) for name in names} | (info.metrics or {})
+    noise = {} if info.noise_scale is None else info.noise_scale._asdict()
+    numbers |= {f"noise_scale/{name}": x for name, x in noise.items()}
+    return numbers | ({} if info.watch is None else info.watch.columns())
 
 
 def by_element(name: str, x: Any) -> dict[str, Any]:
@@ -262,22 +268,18 @@ def in_rows(calls: np.ndarray, is_alone: np.ndarray) -> list[np.ndarray]:
 
 def histograms(infos: PyTree, i: int) -> dict[str, Any]:
     """The histograms that call i of stacked infos measured, by name."""
-    if isinstance(infos, StatesInfo):
-        return histograms(infos.info, i)
-    if isinstance(infos, Mapping):
-        parts = [(name, histograms(part, i)) for name, part in infos.items()]
-        return {f"{name}/{inner}": x for name, part in parts for inner, x in part.items()}
-    if not isinstance(infos, StepInfo) or infos.watch is None or not np.any(infos.watch.due[i]):
-        return {}
-    from tsunax.run.media import Histogram
-
     by_name: dict[str, Any] = {}
-    for name, arrays in infos.watch.histograms().items():
-        counts, edges = (np.reshape(x[i], (-1, x.shape[-1])) for x in arrays)
-        for k in range(len(counts)):  # members and layers have a number
-            number = f"/{k}" if len(counts) > 1 else ""
-            histogram = Histogram(counts[k], edges=edges[k])
-            by_name[f"watch/{name}{number}"] = histogram
+    for prefix, part in _named_parts(infos):
+        watch = part.watch if isinstance(part, StepInfo) else None
+        if watch is None or not np.any(watch.due[i]):
+            continue
+        from tsunax.run.media import Histogram
+
+        for name, arrays in watch.histograms().items():
+            counts, edges = (np.reshape(x[i], (-1, x.shape[-1])) for x in arrays)
+            for k in range(len(counts)):  # members and layers have a number
+                number = f"/{k}" if len(counts) > 1 else ""
+                by_name[f"{prefix}watch/{name}{number}"] = Histogram(counts[k], edges=edges[k])
     return by_name
 
 

@@ -56,9 +56,9 @@ def begin(
         state = jax.tree.map(own, state)  # the loop donates it, which only a TrainState allows
     start = logged_step(state, 0 if restart is None else restart.step or 0)
     history, memory = _history_of(options, restart, rewound is not None)
-    beginning = Beginning(history, memory)
+    beginning = Beginning(memory)
     if restart is not None:
-        beginning = restart.beginning(history, memory, start, options)
+        beginning = restart.beginning(memory, start, options)
     agreement = processes.current().agreement("fit()", state, innermost(data))
     parts, saving = _parts(options, restart, memory, agreement)
     if data is None:
@@ -78,15 +78,14 @@ def begin(
         history,
         options=options,
         settings=functools.partial(_settings, step, state, start, options, saver),
-        note=progress.note if progress else lambda text: None,
+        note=progress.note,
         stopped=beginning.stopped,
         saver=saver,
     )
     _check_last_batch(step, options, feed, start)
-    display = [] if progress is None else [progress]
-    in_order = (*parts, run.rows, *display, *saving)
+    in_order = (*parts, run.rows, progress, *saving)
     # The watch ends last: it sees the wait for the last save, and the error of any other part.
-    begin_order = (*_watch(options, agreement), *display, run.rows, *parts, *saving)
+    begin_order = (*_watch(options, agreement), progress, run.rows, *parts, *saving)
     interrupt = _interrupt(options, saver, agreement) if rewound is None else rewound.interrupt
     if rewound is not None and rewound.signal:  # it came before the rewind, and ends the run after
         interrupt.requests.add(("end", rewound.signal))
@@ -136,25 +135,11 @@ def _parts(
     parts: list[Part] = []
     best = None if restart is None else restart.saver.keep_best
     watched = options.watched | ({} if best is None else {best.metric: "keep_best"})
-    if options.evaluate is not None:
-        from tsunax.run.evaluations import Evaluations
+    has_functions = options.evaluate is not None or options.callbacks or options.parts
+    if has_functions or watched or agreement.spans:
+        from tsunax.run.user_calls import calls_of_user
 
-        parts.append(Evaluations(options, watched, agreement))
-    if options.callbacks or options.parts:
-        from tsunax.run.callback_calls import CallbackCalls, UserPart
-
-        parts.append(CallbackCalls(options, memory))
-        names = options.names[len(options.callbacks) :]
-        for name, part in zip(names, options.parts, strict=True):
-            parts.append(UserPart(part, options, memory.setdefault(name, {})))
-    if watched:
-        from tsunax.run.evaluations import Awaited
-
-        parts.append(Awaited(options, watched))
-    if agreement.spans:
-        from tsunax.run.callback_calls import Agreed
-
-        parts.append(Agreed(agreement))
+        parts = calls_of_user(options, watched, memory, agreement)
     if restart is None:
         return parts, []
     from tsunax.run.control import Answers, Control
@@ -193,15 +178,14 @@ def _feed(
 
 
 def _progress(state: PyTree, options: Options, feed: Feed, start: int) -> Any:
-    if not (options.progress and processes.current().is_first):
-        return None
     from tsunax.run.progress import progress
 
     total = options.goal.steps or feed.steps_to(options.goal.epochs or 0, start)
     emitted = (guard.emitted(s.opt_state) is not None for s in training_states(state).values())
     if options.goal.epochs and any(emitted):
         total = None  # a step is several calls, and the number of calls without a step is unknown
-    return progress(True, total, start, seconds=options.clock.seconds)
+    has_display = options.progress and processes.current().is_first
+    return progress(has_display, total, start, seconds=options.clock.seconds)
 
 
 def _check_last_batch(step: Step, options: Options, feed: Feed, start: int) -> None:

@@ -70,9 +70,6 @@ class Options:
     def __post_init__(self) -> None:
         where = "fit()"
         self._check_evaluate(where)
-        if isinstance(self.log_every, str | datetime.timedelta | tuple):
-            fix = "Rows come at fixed steps, so that the same run has the same rows again."
-            raise WrongTypeError("log_every", where, repr(self.log_every), "a number of steps", fix)
         self.log_every = checks.check_count(self.log_every, where, "log_every")
         self.max_bad = checks.check_count(self.max_bad, where, "max_bad")
         if self.steps_per_call not in (None, "auto"):

@@ -98,6 +98,13 @@ class Part:
         """
 
 
+class EachBoundary(Part):
+    """A part that is called at each boundary."""
+
+    def due(self, run: Any, events: Sequence[str]) -> bool:
+        return True
+
+
 class Watcher:
     """A callback that waits for a metric."""
 

@@ -38,14 +38,11 @@ def _panels(history, names: Sequence[str] | None) -> dict[str, dict[str, Any]]:
     return {panel: panels[panel] for panel in sorted(panels, key=rank)}
 
 
-def _averaged(ages: np.ndarray, values: np.ndarray, smooth: float) -> np.ndarray:
+def exponential_average(ages: np.ndarray, values: np.ndarray, smooth: float) -> np.ndarray:
     """The bias-corrected exponential average of the finite values, with the weight smooth^age.
 
-    Ages are in rows of the history: an evaluation, once in many rows, hardly looks back. A number
-    that is mostly constant jumps, and is no average: it would have values that it never had.
+    Ages are in rows of the history: an evaluation, once in many rows, hardly looks back.
     """
-    if _is_mostly_constant(values):
-        return values
     average, weight, last_age, averages = 0.0, 0.0, 0.0, np.full(len(values), np.nan)
     for i, (age, value) in enumerate(zip(ages, values, strict=True)):
         if np.isfinite(value):
@@ -83,8 +80,11 @@ def plot(history: Any, names: Sequence[str] | None, x: str, smooth: float) -> Fi
         if not smooth or panel == "learning_rate":
             lines |= draw(axes, panel, columns)
             continue
+        # A number that is mostly constant jumps: its average would have values that it never had.
         averages = {
-            name: (places, _averaged(series[name][0] / row_steps, y, smooth))
+            name: (places, y)
+            if _is_mostly_constant(y)
+            else (places, exponential_average(series[name][0] / row_steps, y, smooth))
             for name, (places, y) in columns.items()
         }
         lines |= (averaged_lines := draw(axes, panel, averages))

@@ -9,7 +9,7 @@ import contextlib
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -17,7 +17,7 @@ import jax
 
 from tsunax._core.tables import ASIDE, short, summary
 from tsunax.run.history import CAUSES
-from tsunax.run.part import Part
+from tsunax.run.part import EachBoundary
 
 
 def _memory() -> list[str]:
@@ -33,10 +33,22 @@ def _memory() -> list[str]:
     ]
 
 
-class _Lines:
+class _Silent:
+    """The view of `progress=False`: nothing is shown."""
+
+    seconds: tuple[float, float] = math.inf, math.inf  # the least and the most between two drawings
+
+    def draw(self, bar: "Progress") -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Lines(_Silent):
     """A plain line every 5 seconds; in a run of hours, a line a minute."""
 
-    seconds: tuple[float, float] = 5.0, 60.0  # the least and the most seconds between two lines
+    seconds = 5.0, 60.0
 
     def draw(self, bar: "Progress") -> None:
         percent = f"{bar.step / bar.total:.0%}" if bar.total else ""
@@ -45,17 +57,6 @@ class _Lines:
 
     def note(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-class _Silent(_Lines):
-    """The view of `progress=False`: nothing is shown."""
-
-    seconds = math.inf, math.inf
-
-    def note(self, text: str) -> None: ...
 
 
 class _Notebook(_Lines):
@@ -108,7 +109,7 @@ class _Terminal(_Lines):
         self.live.stop()
 
 
-class Progress(Part):
+class Progress(EachBoundary):
     """A run as its view shows it: `show` after a call, `note` for a line above, `close`."""
 
     def __init__(
@@ -177,9 +178,6 @@ class Progress(Part):
             texts.append(f"rejected {rejected:,.0f}")
         return "  ".join(texts)
 
-    def due(self, run: Any, events: Sequence[str]) -> bool:
-        return True
-
     def at(self, run: Any, events: list[str]) -> None:
         self.show(run.step, run.metrics)
 
@@ -236,7 +234,7 @@ def progress(
     return Progress(_view() if progress else _Silent(), total, start, unit, seconds)
 
 
-def _view() -> _Lines:
+def _view() -> _Silent:
     from rich.console import Console
 
     console = Console(stderr=True)

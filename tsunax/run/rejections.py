@@ -8,14 +8,13 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import PyTree, Step, processes, trees
-from tsunax._step.members import members_of
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
 from tsunax.run.chunks import Chunk, epochs_of
 from tsunax.run.info_columns import counts_of, most_calls, step_infos
 from tsunax.run.run import MOST_REJECTED, Rejected, Run
 from tsunax.state import TrainState
-from tsunax.states import States, training_states
+from tsunax.states import States, members_of, training_states
 from tsunax.step import StepInfo
 
 

@@ -69,7 +69,7 @@ def go_back(saving: Any, run: Run) -> Restored:
     step: Any = restored.step
     saved_script = restored.script if isinstance(restored.script, dict) else {}
     state = slowed(with_calls_of(restored.state, run.state), request.factor)
-    place = run.place()
+    place = run.feed.place()
     if request.data == "repeat":
         place = restored.data
         run.feed.restore(place, fast_forward=False)

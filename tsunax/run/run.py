@@ -5,7 +5,7 @@ import contextlib
 import copy
 import dataclasses
 import queue
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from tsunax._core import Function, PyTree, Scalar, trees
 from tsunax.errors import RowError, StateError
-from tsunax.run.history import Clock, History, check_names, check_row
-from tsunax.run.options import Goal, Options
-from tsunax.run.part import Part, blamed
+from tsunax.run.history import History, check_names, check_row
+from tsunax.run.options import Options
+from tsunax.run.part import EachBoundary, blamed
 from tsunax.state import TrainState, check_state
 
 # Names of rows that `fit` fills: no metric may have such a name.
@@ -60,7 +60,6 @@ class Rejected:
 class Beginning:
     """The position and the values that a run starts from."""
 
-    history: History
     memory: dict[str, Any]  # the memory of each callback
     is_resumed: bool = False  # whether the run starts at the step of its checkpoint
     is_of_checkpoint: bool = False  # whether its state is the checkpoint's, and not the user's
@@ -89,7 +88,6 @@ class Run:
         self.event = "start"
         self.step: int = step
         self.epoch: int = feed.epoch  # the number of ended epochs, as of the last boundary
-        self.place: Callable[[], dict[str, Any]] = feed.place  # the position of the data, to save
         self.state: PyTree = state
         self.info: Any = None  # the info of the last step, on the host; None before the first step
         # whether the last call made `step`, so was not rejected; None before the first call
@@ -112,14 +110,15 @@ class Run:
         self.row_names: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
         self.media: dict[str, Any] = {}  # images, histograms and texts of this row
-        self.witnesses: list[Callable[[Run, Any], None]] = []  # see `around_next`
+        # With witnesses the next call is a single step. When its info is read, each is called as
+        # `witness(run, repeat)`: `repeat()` makes the call once more, and returns its state.
+        self.witnesses: list[Callable[[Run, Callable[[], PyTree]], None]] = []
         self.note: Callable[[str], None] = note  # a line above the progress
         # (event, text, row) for `callbacks.watchdog(tell=)`, also without a listener
         self.events: queue.SimpleQueue[tuple[str, str, dict[str, Any]] | None] = queue.SimpleQueue()
         # the last rejected calls
         self.rejected: collections.deque[Rejected] = collections.deque(maxlen=MOST_REJECTED)
-        parts_of_rows = options.goal, options.loggers, options.clock, settings
-        self.rows: Rows = Rows(self, *parts_of_rows)
+        self.rows: Rows = Rows(self, options, settings)
 
     def log(self, **values: Any) -> None:
         """Add numbers to the row of this step; a newer number replaces an older one of its name.
@@ -146,13 +145,6 @@ class Run:
             got, expected = "a name of the training rows", "a name of its own"
             fix = "Name it: 'val/loss', or ts.evaluate(eval_step, state, {'val': data})."
             raise RowError(repr(taken_names[0]), where, got, expected, fix)
-
-    def around_next(self, witness: Callable[["Run", Any], None]) -> None:
-        """Make the next call a single step, and call `witness(run, call)` when its info is read.
-
-        `call` is a `WitnessedCall`: the state before, the batch, the state after, and `repeat()`.
-        """
-        self.witnesses.append(witness)
 
     def replace_state(self, state: PyTree, source: str) -> None:
         """Go on with another state. The source is the callback or the command that made it."""
@@ -191,13 +183,11 @@ class Run:
 
 
 @dataclass(eq=False)
-class Rows(Part):
+class Rows(EachBoundary):
     """The rows of a run. An evaluation and callbacks may still add numbers to the newest row."""
 
     run: Any
-    goal: Goal
-    loggers: Sequence[Any]
-    clock: Clock
+    options: Options
     settings: Function  # `(path, has_closing_row)` -> the settings that a logger gets at the start
     step: int = -1  # the step of the newest row
     flushed_step: int = -1  # the step of the last row that the loggers got
@@ -211,11 +201,8 @@ class Rows(Part):
     has_closing_row: bool = False  # see `reopen`
     opened: list[Any] = field(default_factory=list)  # loggers that have begun
 
-    def due(self, run: Any, events: Any) -> bool:
-        return True
-
     def begin(self, run: Any) -> None:
-        for logger in self.loggers:
+        for logger in self.options.loggers:
             self.opened.append(logger)
             if hasattr(logger, "start"):
                 path = getattr(logger, "path", "")
@@ -226,7 +213,7 @@ class Rows(Part):
         if is_end and run.stopped:
             reason = INTERRUPTED if run.interrupted else run.stopped
             run.history.mark("stop", run.step, reason)
-        self.is_last_row = bool(run.stopped) or self.goal.reached(run.step, run.epoch)
+        self.is_last_row = bool(run.stopped) or self.options.goal.reached(run.step, run.epoch)
         if "epoch" in events:  # The run resumed at this step, and calls without a step ended it.
             self.resumed_row = -1
         # A start, a save or a timer may come at the last step of an epoch: then the boundary of the
@@ -259,7 +246,7 @@ class Rows(Part):
         columns = {name: np.ma.getdata(x) for name, x in columns.items()}
         self.flush()
         self.run.history.extend(columns, steps)
-        for i in range(len(steps)) if self.loggers else [len(steps) - 1]:
+        for i in range(len(steps)) if self.options.loggers else [len(steps) - 1]:
             self.begin_row(int(steps[i]))
             self.run.row = {name: float(x[i]) for name, x in columns.items()}
         self.run.metrics |= self.run.row
@@ -292,8 +279,7 @@ class Rows(Part):
         run, history = self.run, self.run.history
         closing_step, numbers = history.reopen()
         run.metrics = {name: history.last(name) for name in history.names}
-        newest = {name: history.newest(name) or (-1, 0.0) for name in history.names}
-        row = {name: x for name, (i, x) in newest.items() if i == step}
+        row = history._numbers_at(step)
         if closing_step != step and not has_last_row:
             self.resumed_row = step if row else -1
             return
@@ -319,9 +305,7 @@ class Rows(Part):
 
     def numbers_at(self, step: int) -> dict[str, float]:
         """The newest finite numbers that belong to this step."""
-        history = self.run.history
-        newest = {name: history.newest(name) or (-1, 0.0) for name in history.names}
-        numbers = {name: x for name, (i, x) in newest.items() if i == step}
+        numbers = self.run.history._numbers_at(step)
         if self.pending is not None and self.pending[1] == step:  # not in the history
             numbers |= self.pending[0]()
         return {name: x for name, x in numbers.items() if np.isfinite(x)}
@@ -345,15 +329,16 @@ class Rows(Part):
         row, self.run.row = {name: float(x) for name, x in self.run.row.items()}, {}
         media, self.run.media = self.run.media, {}
         self.flushed_step = self.step if row or media else self.flushed_step
-        for logger in self.loggers if self.step != self.resumed_row else ():
+        clock, step = self.options.clock, self.step
+        for logger in self.options.loggers if step != self.resumed_row else ():
             full_row = row | (media if getattr(logger, "media", False) is True else {})
             if full_row:
-                with self.clock("callbacks", logger), blamed("logger", logger, self.run, self.step):
-                    logger(full_row, step=self.step)
+                with clock("callbacks", logger), blamed("logger", logger, self.run, step):
+                    logger(full_row, step=step)
 
     def sync(self) -> None:
         """Put the rows on the disk, because a run that resumes here does not log them again."""
-        for logger in self.loggers:
+        for logger in self.options.loggers:
             if (sync := getattr(logger, "sync", None)) is not None:
                 with blamed("logger", logger, self.run):
                     sync()

@@ -23,7 +23,7 @@ from tsunax.run.feed import Feed, check_is_lasting
 from tsunax.run.history import History
 from tsunax.run.info_columns import most_calls
 from tsunax.run.options import Options
-from tsunax.run.part import Part
+from tsunax.run.part import EachBoundary, Part
 from tsunax.run.run import INTERRUPTED, Beginning, Run
 from tsunax.state import TrainState, own
 from tsunax.states import COUNTED
@@ -103,9 +103,7 @@ class Restart:
             raise CheckpointError(*parts) from error
         return history, memory
 
-    def beginning(
-        self, history: History, memory: dict[str, Any], start: int, options: Options
-    ) -> Beginning:
+    def beginning(self, memory: dict[str, Any], start: int, options: Options) -> Beginning:
         """The position and the values that the run starts from."""
         is_of_fit = self.is_used and self.step == start and self.restored.script is not None
         script: Mapping[str, Any] = self.saved_script if is_of_fit else {"has_ended": True}
@@ -113,7 +111,6 @@ class Restart:
         # a script with another goal or other callbacks trains on
         is_same_call = call == [str(options.goal), options.names]
         return Beginning(
-            history,
             memory,
             is_resumed=self.step == start,
             is_of_checkpoint=self.is_used,
@@ -146,7 +143,7 @@ def _with_own_numbers(like: PyTree) -> PyTree:
     return jax.tree.map(lambda x: copied(x) if is_state(x) else x, like, is_leaf=is_state)
 
 
-class Saving(Part):
+class Saving(EachBoundary):
     """Saves a run: as `every` says, at the best values of a metric, and at the end."""
 
     def __init__(self, options: Options, restart: Restart, memory: dict[str, Any]) -> None:
@@ -200,16 +197,13 @@ class Saving(Part):
 
     def begin(self, run: Run) -> None:
         if self.is_resumed:
-            place = run.place()
+            place = run.feed.place()
             self.saved = run.step, place["epoch"], place["position"]
-
-    def due(self, run: Run, events: Any) -> bool:
-        return True
 
     def at(self, run: Run, events: list[str]) -> None:
         saver, is_end = self.saver, "end" in events
         saver.poll()
-        is_requested = "save" in events or super().due(run, events)
+        is_requested = "save" in events or Part.due(self, run, events)
         # A run that begins at one of the steps of `every` saves there, too.
         due = is_requested or self.cadence.is_at_step(run.step)
         must_save = self._record_edits(run, events)
@@ -223,7 +217,7 @@ class Saving(Part):
                 return
             warn(f"run.rewind(): too late at the end of the run, step {run.step}.")
         # the end is saved again, because evaluation and callbacks add to the save at this step
-        place = run.place()
+        place = run.feed.place()
         key = run.step, place["epoch"], place["position"]
         is_new = self.saved != key
         if is_end or must_save or (is_new and (due or self._is_best(run))):

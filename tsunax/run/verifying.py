@@ -3,6 +3,7 @@
 It finds faults that do not repeat: a bit that flips in memory or in a core, a race in a kernel.
 """
 
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
 import jax
@@ -13,7 +14,6 @@ from tsunax._core import PyTree, checks, trees
 from tsunax.errors import StateError, warn
 from tsunax.run.part import Part
 from tsunax.run.run import Run
-from tsunax.run.witnessing import WitnessedCall
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,17 @@ class verify(Part):
         checks.check_choice(self.on_fault, "verify()", "on_fault", ("raise", "redo", "warn"))
 
     def at(self, run: Run, events: list[str]) -> None:
-        run.around_next(self._compare)
+        run.witnesses.append(self._compare)
 
-    def _compare(self, run: Run, call: WitnessedCall) -> None:
-        first, second = call.new_state, call.repeat()
+    def _compare(self, run: Run, repeat: Callable[[], PyTree]) -> None:
+        first, second = run.state, repeat()
         if not (names := different_leaves(first, second)):
             return
         equal_states: list[PyTree] = []
         text, got = f"step {run.step}", f"other bits in {trees.listed(names, 4)} when it ran again"
         fix = "A fault that does not repeat: look at memory, card and kernels of this machine."
         if self.on_fault == "redo":
-            third = call.repeat()
+            third = repeat()
             equal_states = [x for x in (first, second) if not different_leaves(x, third)]
             if equal_states:
                 run.state = equal_states[0]

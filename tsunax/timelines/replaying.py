@@ -17,11 +17,8 @@ from tsunax._core import PyTree, processes, trees
 from tsunax.checkpoints.edits import Edit
 from tsunax.data.positions import innermost
 from tsunax.errors import StateError
-from tsunax.program import TrainStep
-from tsunax.run import fused_loop
-from tsunax.run.calling import Caller, Trainee
-from tsunax.run.chunks import Chunk, Limits
-from tsunax.run.feed import Feed
+from tsunax.run.chunks import Limits
+from tsunax.run.feed import Caller, Feed
 from tsunax.run.info_columns import Infos, logged_step, most_calls
 from tsunax.state import own
 
@@ -99,8 +96,7 @@ class Script:
         limits = Limits("auto" if self.is_looped else None, steps=calls)
         feed = Feed(step, self.data, state, limits, continues_data=True)
         agreement = processes.current().agreement("timeline()", state, innermost(self.data))
-        loop = fused_loop.fused(step, not isinstance(step, TrainStep) or step.donate)
-        trainee, calls_done, batch, info = Trainee(state), 0, None, None
+        calls_done, batch, info = 0, None, None
         try:
             if start.place is not None:
                 feed.restore(start.place, fast_forward=False)
@@ -109,20 +105,18 @@ class Script:
                 got += f"{start.calls + 1} to {start.calls + calls}"
                 fix = "A saved step needs no replay."
                 raise StateError("data", "timeline", got, "data that can go to a position", fix)
-            caller = Caller(loop, feed, agreement, trainee, self.extra)
-
-            def next_chunks() -> list[Chunk] | None:
-                steps_left = calls - calls_done
-                return caller.take(steps_left, start.step + calls_done) if steps_left else None
-
-            for _ in caller.calls(next_chunks):  # no calls at the end of an epoch
-                for chunk, infos in caller.read():
+            caller = Caller(step, feed, agreement, state, self.extra, donates=True)
+            while calls_done < calls:
+                step_before = start.step + calls_done
+                chunk = caller.take(calls - calls_done, state, step_before)
+                if chunk is not None:  # None at the end of an epoch
+                    state, infos = caller.call(state, chunk, step_before)
                     calls_done += chunk.steps
                     batch = chunk.feed.batch_at(chunk.steps - 1)
                     is_stacked = isinstance(infos, Infos)
-                    info = infos.stacked(trainee.state, chunk.steps - 1) if is_stacked else infos
+                    info = infos.stacked(state, chunk.steps - 1) if is_stacked else infos
             feed.sync()
-            end = Moment(trainee.state, feed.place(), start.edit_count)
+            end = Moment(state, feed.place(), start.edit_count)
             return ReplayedCall(start, end, batch, info)
         finally:
             feed.return_data()
