@@ -273,3 +273,39 @@ def test_what_cannot_go_back_is_said(tmp_path):
             log_every=1,
         )
     assert history["step"].tolist() == [1, 2, 3, 4]
+
+
+class Counter(ts.callbacks.Part):
+    """A part that counts its boundaries, also those that a rewind left."""
+
+    every = 1
+    outlives_rewinds = ("total",)
+
+    def at(self, run, events):
+        for name in ("total", "of the line"):
+            run.memory[name] = run.memory.get(name, 0) + 1
+        self.newest = dict(run.memory)
+
+
+def test_a_part_keeps_the_memory_that_outlives_rewinds(tmp_path):
+    counter = Counter()
+    a_run(tmp_path / "a", [back_after(11, back=3), counter])
+    assert counter.newest == {"total": 23, "of the line": 20}
+
+
+def positionless():
+    """An iterable that begins again, and has no position."""
+
+    class Loader:
+        def __iter__(self):
+            return iter(np.split(toys.X, 8))
+
+    return Loader()
+
+
+def test_data_without_a_position_are_read_again_if_the_run_may(tmp_path):
+    """`fast_forward=True` holds for a rewind as for a resume."""
+    options = {"data": positionless(), "fast_forward": True}
+    prints, state, _ = a_run(tmp_path / "a", [back_after(15, back=3, data="repeat")], **options)
+    expected, other, _ = a_run(tmp_path / "b", [back_after(15, back=3, data="repeat")], data=list(np.split(toys.X, 8)))
+    assert prints.by_calls == expected.by_calls and fingerprint(state) == fingerprint(other)

@@ -40,6 +40,8 @@ class Part:
     #: How often the part needs a boundary: a number of steps, "epoch", "2 epochs", "10 minutes", or
     #: a tuple of these for whichever comes first; () for never.
     every: When = ()
+    #: The names in `run.memory` that a rewind does not reset.
+    outlives_rewinds: tuple[str, ...] = ()
 
     @property
     def cadence(self) -> Cadence:

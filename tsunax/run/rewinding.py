@@ -72,7 +72,7 @@ def go_back(saving: Any, run: Run) -> Restored:
     place = run.feed.place()
     if request.data == "repeat":
         place = restored.data
-        run.feed.restore(place, fast_forward=False)
+        run.feed.restore(place, saving.options.fast_forward)
     rate = "" if request.factor == 1 else f", learning rate × {request.factor:g}"
     text = f"from step {run.step}{rate}, data {request.data}"
     edit = edit_of(restored.state, state, step, most_calls(restored.state), f"rewind {text}")
@@ -116,7 +116,8 @@ def plain_place(place: Any) -> Any:
 def memory_after(saving: Any, restored_memory: Mapping[str, Any]) -> dict[str, Any]:
     """The memory of callbacks in the checkpoint, with the current values that outlive rewinds."""
     memory, options = {name: {**x} for name, x in restored_memory.items()}, saving.options
-    for name, callback in zip(options.names, options.callbacks, strict=False):
+    callbacks = (*options.callbacks, *options.parts)
+    for name, callback in zip(options.names, callbacks, strict=True):
         current = saving.memory.get(name, {})
         for key in getattr(getattr(callback, "fn", callback), "outlives_rewinds", ()):
             if key in current:
