@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import pickle
 import re
 
@@ -96,10 +97,15 @@ def run(state, step, feature, n=50):
     return state, np.array(jax.device_get(losses))
 
 
+@functools.cache
+def on_one_device(feature, steps):
+    options, asked = FEATURES[feature]
+    return run(setup(**options), ts.train_step(loss_fn, **asked), feature, steps)
+
+
 def check_equal_to_one_device(n, layout, feature, steps=50):
     options, asked = FEATURES[feature]
-    step = ts.train_step(loss_fn, **asked)
-    expected, losses = run(setup(**options), step, feature, steps)
+    expected, losses = on_one_device(feature, steps)
     step = ts.train_step(loss_fn, **asked)
     mesh, rules = mesh_of(layout, n)
     state, found = run(ts.shard(setup(**options), mesh, rules), step, feature, steps)

@@ -1,5 +1,6 @@
 """Numbers of layers from inside the step, media of loggers, and profiles with step numbers."""
 
+import functools
 import gzip
 import json
 import struct
@@ -33,8 +34,17 @@ def new_state(key=0, **options):
     return ts.setup(ts.rules.adam(1e-2), params, **options)
 
 
+PLAIN = ts.train_step(loss_fn)
+
+
+@functools.cache  # equal ones are compiled once
 def watching(*, every=3, of=KINDS, **options):
     return ts.train_step(loss_fn, watch=ts.Watch("**", of, every, stacked="blocks/**", **options))
+
+
+@functools.cache
+def first_grads():
+    return jax.jit(ts.value_and_grad(loss_fn))(new_state(), X)[1]
 
 
 def norm_of(x, axis=None):
@@ -48,8 +58,7 @@ def assert_close(named, expected):
 
 
 def test_each_number_is_that_of_numpy_and_scanned_layers_are_split():
-    state = new_state()
-    _, grads = ts.value_and_grad(loss_fn)(state, X)
+    state, grads = new_state(), first_grads()
     before = jax.tree.map(np.array, state.params)
     after, info = watching(numbers=("norm", "rms", "zeros", "max"))(state, X)
     adam = after.opt_state[0]
@@ -71,7 +80,7 @@ def test_each_number_is_that_of_numpy_and_scanned_layers_are_split():
 
 
 def test_a_layer_is_all_leaves_of_a_parent_and_a_pattern_must_match():
-    _, grads = ts.value_and_grad(loss_fn)(new_state(), X)
+    grads = first_grads()
     watch = ts.Watch(["**", "!blocks/**"], "grads", unit="layer")
     _, info = ts.train_step(loss_fn, watch=watch)(new_state(), X)
     both = np.concatenate([np.ravel(x) for x in jax.tree.leaves(grads["out"])])
@@ -85,7 +94,7 @@ def test_a_layer_is_all_leaves_of_a_parent_and_a_pattern_must_match():
 def test_only_due_calls_measure_by_the_calls_of_the_state_and_others_are_the_same_step():
     plain, watched, step = new_state(), new_state(), watching()
     for call in range(1, 8):
-        plain, _ = ts.train_step(loss_fn)(plain, X)
+        plain, _ = PLAIN(plain, X)
         watched, info = step(watched, X)
         assert int(info.watch.due) == (call in (1, 3, 6))
         assert bool(np.any(info.watch.values)) == (call in (1, 3, 6))
@@ -104,7 +113,7 @@ def test_a_rejected_step_reports_the_gradient_that_it_saw():
 
 
 def test_histograms_count_as_numpy_does():
-    _, grads = ts.value_and_grad(loss_fn)(new_state(), X)
+    grads = first_grads()
     _, info = watching(of="grads", histogram=5)(new_state(), X)
     counts, edges = info.watch.histograms()["blocks/kernel/grads_histogram"]
     for i in range(3):
@@ -123,7 +132,7 @@ def test_each_member_reports_its_own_numbers_under_one_condition():
     assert_close({name: x[1] for name, x in info.watch.named().items()}, alone)
     new, info = step(new, X)
     assert not np.any(info.watch.values)
-    conditions = [str(f.trace(new, X).jaxpr).count("cond[") for f in (step, ts.train_step(loss_fn))]
+    conditions = [str(f.trace(new, X).jaxpr).count("cond[") for f in (step, PLAIN)]
     assert conditions[0] > conditions[1]  # `vmap` would make a select of a condition with an axis
 
 

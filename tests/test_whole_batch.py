@@ -404,5 +404,5 @@ def test_two_means_with_weights_of_their_own_add_up():
     alone = lambda params, batch: loss(embed(params, batch), batch)
     for n in (1, 2, 8):
         for fn in (ts.whole_batch(embed, loss), ts.whole_batch(embed, mean_of), alone):
-            mean, grads = ts.value_and_grad(fn, accumulate=n)(state, batch)
+            mean, grads = jax.jit(ts.value_and_grad(fn, accumulate=n))(state, batch)
             assert_trees_close((mean.compute(), grads), expected, rtol=1e-5, atol=0)
