@@ -34,8 +34,6 @@ from tsunax.run import control, mailboxes
 from tsunax.timelines import command_line
 from tsunax.timelines.command_line import ask
 
-import toys
-
 ORBAX, S3, GS = (pytest.param(name, marks=pytest.mark.medium) for name in ("orbax", "s3", "gs"))
 HOMES, ON_A_DISK, BUCKETS = ["files", ORBAX, S3, GS], ["files", ORBAX], ("s3", "gs")
 
