@@ -21,6 +21,7 @@ import pytest
 import safetensors.numpy
 import tsunax as ts
 from jax.sharding import NamedSharding, PartitionSpec
+from tests import toys
 from tests.helpers import assert_trees_equal, error_of, need
 from tests.test_checkpoint import LEAVES, make, updated
 from tests.test_saving import answers, kinds, launch  # noqa: F401, a fixture
