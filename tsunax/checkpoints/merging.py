@@ -33,7 +33,7 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
     opt_state, numbers, words = state.opt_state, state.numbers, state.frozen
     is_placed = trees.is_placed(state.clock)
     sharding = state.clock.sharding if is_placed and state.clock.committed else None
-    # Not by `put_on_devices_of`: its transfers over processes wait for all of them.
+    # `put_on_devices_of` would wait for the other processes at each transfer.
     place = lambda tree: placement.replicate(tree, sharding) if is_placed else tree
     lives, cuts = [] if numbers is None else numbers.layout.lives, {}
     for live_index, group_of_leaf, labels in facts["cuts"]:
