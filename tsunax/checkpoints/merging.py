@@ -31,6 +31,10 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
         return jax.eval_shape(lambda s: laid_out(s, facts, frozen), state)
     opt_state, numbers, words = state.opt_state, state.numbers, state.frozen
+    is_placed = trees.is_placed(state.clock)
+    sharding = state.clock.sharding if is_placed and state.clock.committed else None
+    # `put_on_devices_of` would wait for the other processes at each transfer.
+    place = lambda tree: placement.replicate(tree, sharding) if is_placed else tree
     lives, cuts = [] if numbers is None else numbers.layout.lives, {}
     for live_index, group_of_leaf, labels in facts["cuts"]:
         s = lives[live_index][1] if live_index < len(lives) else None
@@ -40,11 +44,10 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
             cuts[live_index] = Cut(tuple(group_of_leaf), tuple(labels)), (0,) * len(labels)
     if numbers is not None and cuts:
         opt_state, numbers = recut_numbers(opt_state, numbers, trained_part(state), cuts)
+        numbers = place(numbers)
     if frozen and words is None:
         members, n = jnp.shape(state.clock)[:-1], len(jax.tree.leaves(trained_part(state)))
-        words = jnp.zeros((*members, -(-n // 32)), jnp.uint32)
-    if trees.is_placed(state.clock):  # cuts are computed on the host
-        numbers, words = placement.put_on_devices_of(state.params, (numbers, words))
+        words = place(jnp.zeros((*members, -(-n // 32)), jnp.uint32))
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers, frozen=words)
 
 
