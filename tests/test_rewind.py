@@ -309,3 +309,23 @@ def test_data_without_a_position_are_read_again_if_the_run_may(tmp_path):
     prints, state, _ = a_run(tmp_path / "a", [back_after(15, back=3, data="repeat")], **options)
     expected, other, _ = a_run(tmp_path / "b", [back_after(15, back=3, data="repeat")], data=list(np.split(toys.X, 8)))
     assert prints.by_calls == expected.by_calls and fingerprint(state) == fingerprint(other)
+
+
+@pytest.mark.parametrize("keep_last", [3, None])
+@pytest.mark.parametrize(("after", "every", "first"), [(14, 2, 12), (13, 1, 11), (15, 2, 12)])
+@pytest.mark.parametrize("data_mode", ["skip", "repeat"])
+def test_the_batch_of_each_call_of_a_run_that_went_back(tmp_path, data_mode, after, every, first, keep_last):
+    """The rewind after call `after` goes to step `first`; the next call has its batch of a line of their own."""
+    back = back_after(after, back=2, data=data_mode)
+    prints, state, _ = a_run(tmp_path / "a", [back], every=every, keep_last=keep_last)
+    line, data = timeline(tmp_path / "a", NOISY, a_state, batches()), batches()
+    assert int(state.calls) == STEPS + after - first
+    for call in range(after - 3, after + 5):
+        number = call - 1 if call <= after or data_mode == "skip" else first + call - after - 1
+        epoch, position = divmod(number, 8)
+        expected = data.order(epoch)[8 * position : 8 * position + 8]
+        batch, rows = line.batch(calls=call)
+        np.testing.assert_array_equal(rows, expected)
+        np.testing.assert_array_equal(batch, toys.X[expected])
+        assert fingerprint(line.at(calls=call)) == prints.by_calls[call] or call == after
+    assert f"call {after + 1} of the run" in repr(line.explain(calls=after + 1))

@@ -283,10 +283,17 @@ class Timeline:
         edits = self.saved.all_edits(self.saved.newest)
         return self._with_edits(edits_through(edits, calls) if calls else edits_of_line(edits))
 
-    def _reached(self, step: int | None, calls: int | None, near: Moment | None = None) -> Moment:
-        """A moment of the line that the script has now."""
+    def _reached(
+        self,
+        step: int | None,
+        calls: int | None,
+        near: Moment | None = None,
+        line_calls: int | None = None,
+    ) -> Moment:
+        """A moment of the line that the script has now: the line of the call `line_calls`."""
         count = self._checked_count(step, calls)
-        start = self._start(count, is_of_calls=step is None, near=near)
+        line_calls = calls if line_calls is None else line_calls
+        start = self._start(count, line_calls, near)
         moment = self._script.edited(self._advanced(start, step, calls))
         self._check_extra(start, moment)
         return moment
@@ -319,12 +326,17 @@ class Timeline:
                 self._check_length(call.start.calls, call.end.calls)
                 if call.end.step >= step:
                     return call
-        with self._line_of(calls):
-            return next(self._script.calls(self._reached(None, (calls or 0) - 1)))
+        count = calls or 0
+        with self._line_of(count):
+            return next(self._script.calls(self._reached(None, count - 1, line_calls=count)))
 
-    def _start(self, count: int, is_of_calls: bool, near: Moment | None) -> Moment:
-        """The newest checkpoint that is not beyond the moment, `near`, or the first state."""
-        left_runs = self._left_runs(count) if is_of_calls else []
+    def _start(self, count: int, line_calls: int | None, near: Moment | None) -> Moment:
+        """The newest checkpoint that is not beyond the moment, `near`, or the first state.
+
+        The moment is a number of calls on the line of the call `line_calls`, or without it a step.
+        """
+        is_of_calls = line_calls is not None
+        left_runs = [] if line_calls is None else self._left_runs(line_calls)
         runs = [(run, step) for run in (self.saved, *left_runs) for step in run.steps]
         for run, saved_step in sorted(runs, key=lambda x: x[1], reverse=True):
             if near is not None and saved_step <= near.step:
@@ -384,7 +396,7 @@ class Timeline:
             warn(f"timeline(): {note} A replay need not have the bits of the run.")
 
     def _advanced(self, start: Moment, step: int | None, calls: int | None) -> Moment:
-        moment = start
+        moment = self._script.edited(start)
         while (count := (step or 0) - moment.step if calls is None else calls - moment.calls) > 0:
             self._check_script("step")
             self._check_data()
