@@ -718,9 +718,19 @@ def test_a_command_in_a_bucket_waits_for_one_run(memory):
     assert "has ended" in inbox.read(name, "this start")["refused"]
     memory.fails_after(0, 1)  # the deletion
     inbox.refuse_all("the run has ended")
+    inbox.mailbox.wait()
+    memory.fails_after(0, 1)
+    assert sender.take_answer(name) is None  # a network that fails is no answer
     assert sender.take_answer(name) == "refused: the run has ended"
+    for garbage in (b"garbage", b"[1]", b"{}", b"x" * (1 << 17)):
+        memory.store.put("control/answer.json", garbage)
+        assert sender.take_answer(name) is None
     inbox.mailbox.prepare()
     assert inbox.mailbox.names() == [] and path.keys("control/") == ["control/answer.json"]
+    assert sender.send(b"repeated") == sender.send(b"repeated")  # as if the first answer was lost
+    inbox.mailbox.look()
+    inbox.refuse_all("the run has ended")
+    inbox.mailbox.wait()
     other = sender.send(b"x" * 5000)
     inbox.mailbox.prepare()
     assert "refused" in inbox.read(inbox.mailbox.names()[0], "this start") and sender.take_answer(other) is None

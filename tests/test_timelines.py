@@ -675,6 +675,66 @@ def test_a_branch_leaves_out_batches_and_its_replay_does(tmp_path, k, skip, rate
     np.testing.assert_array_equal(branch.history["loss"], history["loss"])
 
 
+class Loader:
+    """Batches of `toys.X` without end, whose state has an array."""
+
+    def __init__(self, batches=None):
+        self.batches = batches or np.split(toys.X, 8)
+
+    def __iter__(self):
+        return LoaderIterator(self.batches)
+
+
+class LoaderIterator:
+    def __init__(self, batches):
+        self.batches, self.next = batches, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.next += 1
+        return self.batches[(self.next - 1) % 8]
+
+    def get_state(self):
+        return {"next": np.array([self.next])}
+
+    def set_state(self, state):
+        self.next = int(state["next"][0])
+
+
+def test_a_branch_leaves_out_a_batch_that_no_step_takes(tmp_path):
+    """Its shape is another one. The position of the data is an array, which no edit records."""
+    batches = [*np.split(toys.X, 8)]
+    step = ts.train_step(toys.loss_fn)
+    a_run(tmp_path / "a", step, toys.state, Loader(), steps=4, every=2)
+    batches[4] = np.zeros((8, 5), np.float32)
+    timeline(tmp_path / "a", step, toys.state, Loader(batches)).branch(4, tmp_path / "b", skip=1)
+    with ts.Checkpoints(tmp_path / "b", keep_last=1) as checkpoints:
+        state, _ = ts.fit(step, toys.state(), Loader(batches), steps=7, checkpoint=checkpoints, progress=False)
+    expected, _ = ts.fit(step, toys.state(), [*batches[:4], *batches[5:]], steps=7, progress=False)
+    assert fingerprint(state) == fingerprint(expected)
+    line = timeline(tmp_path / "b", step, toys.state, Loader(batches))
+    assert line.steps == [7] and "1 batches left out" in repr(line.edits[0]) and "saved" not in repr(line.edits[0])
+    np.testing.assert_array_equal(line.batch(4).batch, batches[3])
+    np.testing.assert_array_equal(line.batch(5).batch, batches[5])
+    assert fingerprint(line.at(7)) == fingerprint(expected)
+
+
+def test_what_cannot_be_left_out(tmp_path):
+    step = ts.train_step(toys.drawn)
+    make = lambda: toys.state(key=jax.random.key(0))
+    ts.fit(step, make(), steps=6, checkpoint=str(tmp_path / "a"), progress=False)
+    with pytest.raises(StateError, match="skip at branch.*of a run without data"):
+        timeline(tmp_path / "a", step, make).branch(3, tmp_path / "b", skip=2)
+    step = ts.train_step(toys.loss_fn)
+    a_run(tmp_path / "c", step, toys.state, ts.batches(toys.X, 8))
+    line = timeline(tmp_path / "c", step, toys.state, ts.batches(toys.X, 8), max_replay=30)
+    with pytest.raises(StateError, match="at most 30"):
+        line.branch(3, tmp_path / "b", skip=31)
+    assert not (tmp_path / "b").exists()
+
+
 def test_a_step_without_the_memory_of_callbacks_is_no_branch(tmp_path):
     step, data = ts.train_step(toys.loss_fn), ts.batches(toys.X, 8)
     evaluate = lambda state: {"val/loss": float(state.params["w"].sum())}

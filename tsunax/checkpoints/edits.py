@@ -27,6 +27,7 @@ from tsunax.errors import TsunaxError, warn
 MOST_BYTES = 1 << 16
 # Edits of a record, which every later checkpoint repeats: 10,000 take 0.9 MB and 0.2 s of a save.
 MOST_EDITS = 10_000
+SKIP = "skipped batches"
 MOST_TEXT = 1 << 26  # bytes of all edits, against hostile files: 10,000 edits take 2 MB
 
 
@@ -37,7 +38,9 @@ class Departure:
     step: int
     calls: int
     edit_count: int  # edits up to the checkpoint to which the run went back: the line has these
-    place: Any  # the position of the data after the rewind, if an edit can record it; else None
+    # the position of the data after the rewind, if an edit can record it, else None; or, of a
+    # branch that leaves out batches, their number {SKIP: n}
+    place: Any
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,9 @@ class Edit:
     def __repr__(self) -> str:
         keys = [] if self.values is None else self.values
         names = trees.listed([*dict.fromkeys(leaves.show("", key[:-1])[1:] for key in keys)], 4)
-        change = f": {names}" if names else ": saved with its step"
+        change = f": {names}" if names else ""
+        if self.values is None:
+            change = ": saved with its step"
         return f"Edit(step={self.step}, calls={self.calls}, {self.source}{change})"
 
     def applied(self, state: PyTree, like: PyTree) -> PyTree:

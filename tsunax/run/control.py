@@ -121,7 +121,9 @@ class Control(Part):
     def end(self, run: Run, error: BaseException | None) -> None:
         """Answer the commands that came too late."""
         if processes.current().is_first:
+            self.inbox.mailbox.look()
             self.inbox.refuse_all("the run has ended")
+            self.inbox.mailbox.wait()
 
 
 class Answers(Part):

@@ -27,6 +27,7 @@ from tsunax.errors import CheckpointError
 
 MOST_BYTES = 4096  # the length of a command
 MOST_BYTES_OF_ANSWER = 1 << 16  # the numbers of `status` are the longest answer
+MOST_SECONDS = 30.0  # of the end of a run, for an answer: a bucket may never reply
 _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}\.json", re.ASCII)
 
 
@@ -43,6 +44,12 @@ class Mailbox(Protocol):
 
     def has_commands(self) -> bool | None:
         """Whether commands wait; None while that is being found out."""
+
+    def look(self) -> None:
+        """Find out now whether commands wait."""
+
+    def wait(self) -> None:
+        """Wait until the last answer is written."""
 
     def names(self) -> list[str]:
         """The commands in their order."""
@@ -79,6 +86,12 @@ class FolderMailbox:
     def has_commands(self) -> bool:
         return bool(self.names())
 
+    def look(self) -> None:
+        """Nothing: `names` looks."""
+
+    def wait(self) -> None:
+        """Nothing: `answer` writes at once."""
+
     def names(self) -> list[str]:
         """The commands in the order of their times: regular files of this user, no links."""
         names: list[str] = []
@@ -96,8 +109,10 @@ class FolderMailbox:
         return durable_files.read(self.folder / name, MOST_BYTES)
 
     def answer(self, name: str, text: str) -> None:
+        path = self._answer_path(name)
         with contextlib.suppress(OSError):
-            durable_files.write_whole(self._answer_path(name), text.encode())
+            if not path.exists():  # a run that was killed here before has answered
+                durable_files.write_whole(path, text.encode())
             os.unlink(self.folder / name)
 
     def _answer_path(self, name: str) -> Path:
@@ -130,11 +145,12 @@ class BucketMailbox:
         # the newest command with an answer, which stays if its deletion fails
         self.answered: str = ""
         self._look: threading.Thread | None = None
+        self._reply: threading.Thread | None = None
 
     def prepare(self) -> None:
-        self._fetch()
+        self.look()
 
-    def _fetch(self) -> None:
+    def look(self) -> None:
         self.contents = {}
         with contextlib.suppress(OSError):  # if the network fails, the next look tries again
             try:
@@ -150,7 +166,7 @@ class BucketMailbox:
     def has_commands(self) -> bool | None:
         """Look in a thread, because a request may take until its limit of time."""
         if self._look is None:
-            self._look = threading.Thread(target=self._fetch, daemon=True)
+            self._look = threading.Thread(target=self.look, daemon=True)
             self._look.start()
         if self._look.is_alive():
             return None
@@ -164,18 +180,33 @@ class BucketMailbox:
         return self.contents[name]
 
     def answer(self, name: str, text: str) -> None:
+        """Answer in a thread, because a bucket may be slow; `wait` waits for it."""
         self.contents = {}
         self.answered = name
-        answer = json.dumps({"command": name, "text": text})
-        with contextlib.suppress(OSError):  # before the answer: then its reader may send the next
-            self.command.unlink()
-        with contextlib.suppress(OSError):
-            self.answer_object.write(answer.encode())
+        answer = json.dumps({"command": name, "text": text}).encode()
+
+        def reply() -> None:
+            with contextlib.suppress(OSError):  # first: the reader of the answer may send the next
+                self.command.unlink()
+            with contextlib.suppress(OSError):
+                self.answer_object.write(answer)
+
+        self.wait()
+        self._reply = threading.Thread(target=reply, daemon=True)
+        self._reply.start()
+
+    def wait(self) -> None:
+        if self._reply is not None:
+            self._reply.join(MOST_SECONDS)
 
     def send(self, content: bytes) -> str:
         try:
             self.command.write(content, "create")
         except FileExistsError:
+            # a request that was repeated, because its answer was lost, meets its own object
+            with contextlib.suppress(OSError, ValueError):
+                if self.command.read(MOST_BYTES)[0] == content:
+                    return durable_files.sha256(content)
             fix = "The run answers it at its next look, or at its next start."
             raise CheckpointError(
                 "command", str(self.command), "another command that waits", "none", fix
@@ -183,10 +214,11 @@ class BucketMailbox:
         return durable_files.sha256(content)
 
     def take_answer(self, name: str) -> str | None:
-        with contextlib.suppress(FileNotFoundError):
+        # A network that fails, or an object of somebody else, is no answer yet.
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             answer = json.loads(self.answer_object.read(MOST_BYTES_OF_ANSWER)[0])
             if answer["command"] == name:
-                return answer["text"]
+                return str(answer["text"])
         return None
 
 

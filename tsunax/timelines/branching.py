@@ -4,15 +4,14 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import PyTree, StrPath, Where
+from tsunax._core import StrPath, Where
 from tsunax.checkpoints import leaves
-from tsunax.checkpoints.edits import Departure, Edit, dump_edits, edit_of, layout_of
+from tsunax.checkpoints.edits import SKIP, Departure, Edit, dump_edits, edit_of, layout_of
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.errors import CheckpointError, StateError
 from tsunax.hyper import adjust
 from tsunax.run.history import History
 from tsunax.run.info_columns import ADJUSTED
-from tsunax.run.rewinding import plain_place
 from tsunax.timelines.comparing import SavedRun
 from tsunax.timelines.replaying import Moment
 
@@ -23,12 +22,16 @@ KEPT_FACTS = ("calls", "states", "settings", "is_looped", "is_script_edited", "e
 def branched(
     saved: SavedRun,
     moment: Moment,
+    skip: int,
     place: Any,
     into: StrPath,
     where: Where,
     numbers: dict[str, Any],
 ) -> None:
-    """Save the moment of a run as the first checkpoint of the run `into`, with data at a place."""
+    """Save the moment of a run as the first checkpoint of the run `into`.
+
+    Its data begin at `place`, which is `skip` batches behind the place of the moment.
+    """
     step = moment.step
     memory = _memory(saved, step)
     state = adjust(moment.state, where, **numbers) if numbers else moment.state
@@ -36,9 +39,11 @@ def branched(
     if (edit := edit_of(moment.state, state, step, moment.calls, "branch()")) is not None:
         edits.append(edit)
     changes = [f"{name}={x}" for name, x in numbers.items()]
-    if place is not moment.place:
-        edits.append(_skip(moment, place, state, len(edits)))
-        changes.append("other data")
+    if skip:
+        changes.append(f"{skip} batches left out")
+        departure = Departure(step, moment.calls, len(edits), {SKIP: skip})
+        source, layout = f"branch(), {changes[-1]}", layout_of(leaves.tree_of(state))
+        edits.append(Edit(step, moment.calls, source, {}, layout, departure))
     saved_script = {} if saved.newest is None else saved.script(saved.newest)
     facts = {name: saved_script[name] for name in KEPT_FACTS if name in saved_script}
     parent = {"path": str(saved.checkpoints.path), "step": step, "edits": changes}
@@ -49,15 +54,6 @@ def branched(
         history = history_until(saved.history(), step)
         history.mark("branch", step, ", ".join([f"of {saved.checkpoints.path}", *changes]))
         new._save(state, step, place, history.plain(), memory, {}, facts)
-
-
-def _skip(moment: Moment, place: Any, state: PyTree, edit_count: int) -> Edit:
-    """The edit after which a replay of the branch reads the data from another place."""
-    recorded_place = plain_place(place)
-    departure = Departure(moment.step, moment.calls, edit_count, recorded_place)
-    values = None if recorded_place is None else {}
-    layout = layout_of(leaves.tree_of(state))
-    return Edit(moment.step, moment.calls, "branch() skip", values, layout, departure)
 
 
 def _memory(saved: SavedRun, step: int) -> dict[str, Any]:

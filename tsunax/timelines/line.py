@@ -209,12 +209,12 @@ class Timeline:
         """
         moment = self._moment(step, None)
         place = moment.place
-        if checks.check_count(skip, "branch()", "skip", 0):
-            own_edits = self._script.edits[: moment.edit_count]
-            place = (
-                dataclasses.replace(self._script, edits=own_edits).advanced(moment, skip).end.place
-            )
-        branched(self.saved, moment, place, into, where, numbers)
+        if skip := checks.check_count(skip, "branch()", "skip", 0):
+            if self._script.data is None:
+                raise StateError("skip", "branch()", f"{skip}, of a run without data", "0")
+            self._check_length(moment.calls, moment.calls + skip)
+            place = self._script.place_after(moment, skip)
+        branched(self.saved, moment, skip, place, into, where, numbers)
 
     def compare(self, run: "StrPath | Checkpoints | Timeline") -> Comparison:
         """Two runs side by side: settings, history, and the first step that differs.

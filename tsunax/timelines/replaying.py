@@ -6,6 +6,7 @@ A replay makes the same calls as `fit`: the same program, the same batches, the 
 follow from the state's count of calls. So it has the same bits.
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any
 import jax
 
 from tsunax._core import PyTree, processes, trees
-from tsunax.checkpoints.edits import Edit
+from tsunax.checkpoints.edits import SKIP, Edit
 from tsunax.data.positions import innermost
 from tsunax.errors import StateError
 from tsunax.run.chunks import Limits
@@ -87,16 +88,25 @@ class Script:
                 raise StateError("replay", "timeline", got, "edits that are recorded", fix)
             state = edit.applied(moment.state, self.like)
             place = moment.place if edit.departure is None else edit.departure.place
+            if isinstance(place, Mapping) and SKIP in place:
+                place = self.place_after(moment, place[SKIP])
             moment = Moment(state, place, moment.edit_count + 1)
         return moment
 
-    def _repeat(self, start: Moment, calls: int) -> ReplayedCall:
-        """The last of `calls` further calls. The start stays as it is."""
-        step, state = self.step, jax.tree.map(own, start.state)  # the loop donates its state
+    def place_after(self, moment: Moment, batches: int) -> Mapping[str, Any]:
+        """The place of the data behind so many further batches. No call is made."""
+        with self._feed_at(moment, batches) as feed:
+            while batches:
+                chunk = feed.take(batches, moment.state, moment.step)
+                batches -= 0 if chunk is None else chunk.steps  # None at the end of an epoch
+            feed.sync()
+            return feed.place()
+
+    @contextlib.contextmanager
+    def _feed_at(self, start: Moment, calls: int) -> Iterator[Feed]:
+        """The batches of `calls` calls from a moment on. The data keep their own position."""
         limits = Limits("auto" if self.is_looped else None, steps=calls)
-        feed = Feed(step, self.data, state, limits, continues_data=True)
-        agreement = processes.current().agreement("timeline()", state, innermost(self.data))
-        calls_done, batch, info = 0, None, None
+        feed = Feed(self.step, self.data, start.state, limits, continues_data=True)
         try:
             if start.place is not None:
                 feed.restore(start.place, fast_forward=False)
@@ -105,6 +115,16 @@ class Script:
                 got += f"{start.calls + 1} to {start.calls + calls}"
                 fix = "A saved step needs no replay."
                 raise StateError("data", "timeline", got, "data that can go to a position", fix)
+            yield feed
+        finally:
+            feed.return_data()
+
+    def _repeat(self, start: Moment, calls: int) -> ReplayedCall:
+        """The last of `calls` further calls. The start stays as it is."""
+        step, state = self.step, jax.tree.map(own, start.state)  # the loop donates its state
+        agreement = processes.current().agreement("timeline()", state, innermost(self.data))
+        calls_done, batch, info = 0, None, None
+        with self._feed_at(start, calls) as feed:
             caller = Caller(step, feed, agreement, state, self.extra, donates=True)
             while calls_done < calls:
                 step_before = start.step + calls_done
@@ -118,8 +138,6 @@ class Script:
             feed.sync()
             end = Moment(state, feed.place(), start.edit_count)
             return ReplayedCall(start, end, batch, info)
-        finally:
-            feed.return_data()
 
     def calls(self, start: Moment) -> Iterator[ReplayedCall]:
         """The calls after a moment one by one, without end."""
