@@ -721,6 +721,8 @@ USES = [
     row(0, "batches of x, y", lambda: ts.batches(X, X), DataError),
     row(0, "evaluate by an eval step", lambda: fits(evaluate=ts.eval_step(loss_fn)), WrongTypeError),
     row(0, "evaluate by words", lambda: fits(evaluate=dict, evaluate_every="every epoch"), HyperparameterError),
+    row(0, "a batch of no rows for a plan", lambda: ts.plan(ts.train_step(loss_fn), good(), X[:1], -1), HyperparameterError),
+    row(0, "a peak below 0", lambda: ts.insight.usage(ts.train_step(loss_fn), good(), X, peak=-1.0), HyperparameterError),
     row(0, "a callback that is called never", lambda: ts.callbacks.every((), print), HyperparameterError),
     row(0, "evaluate every 10 m", lambda: fits(evaluate=dict, evaluate_every="10 m"), HyperparameterError),
     row(0, "log by the clock", lambda: fits(log_every="30 s"), WrongTypeError),

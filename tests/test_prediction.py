@@ -7,7 +7,7 @@ import pytest
 import tsunax as ts
 from jax.sharding import PartitionSpec as P
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
-from tsunax.errors import LossError, WrongTypeError
+from tsunax.errors import LossError, StateError, WrongTypeError
 from tsunax.loop import predictions
 from tsunax.run import evaluation
 
@@ -137,6 +137,15 @@ def test_rows_that_get_no_or_another_place_are_said():
 def test_wrong_functions(f, kind, text):
     with pytest.raises(kind, match=text):
         ts.predict(f, make(), ts.batches(X, 10))
+
+
+def test_a_state_that_is_donated_between_two_batches_is_told():
+    state, step = make(), ts.train_step(lambda params, x: jnp.mean(model(params, x)["y"] ** 2))
+    outputs = predictions(model, state, ts.batches(X, 8))
+    next(outputs)
+    step(state, X)
+    with pytest.raises(StateError, match="predict"):
+        list(outputs)
 
 
 @pytest.mark.parametrize("device", [None, 1])

@@ -725,7 +725,7 @@ def test_what_cannot_be_left_out(tmp_path):
     step = ts.train_step(toys.drawn)
     make = lambda: toys.state(key=jax.random.key(0))
     ts.fit(step, make(), steps=6, checkpoint=str(tmp_path / "a"), progress=False)
-    with pytest.raises(StateError, match="skip at branch.*of a run without data"):
+    with pytest.raises(StateError, match=r"skip at branch.*of a run without data"):
         timeline(tmp_path / "a", step, make).branch(3, tmp_path / "b", skip=2)
     step = ts.train_step(toys.loss_fn)
     a_run(tmp_path / "c", step, toys.state, ts.batches(toys.X, 8))

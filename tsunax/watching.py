@@ -76,7 +76,8 @@ class Watch:
     histogram: int = 0
 
     def __post_init__(self) -> None:
-        checks.check_count(self.every, "Watch()", "every")
+        calls = checks.check_count(self.every, "Watch()", "every")
+        object.__setattr__(self, "every", calls)  # an array has no hash
         checks.check_count(self.histogram, "Watch()", "histogram", 0)
         checks.check_choice(self.unit, "Watch()", "unit", ("leaf", "layer"))
         for name, choices in (("of", KINDS), ("numbers", NUMBERS)):

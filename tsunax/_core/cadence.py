@@ -80,7 +80,7 @@ def cadence_of(when: When, where: str, name: str) -> Cadence:
             epochs=tuple(n for cadence in cadences for n in cadence.epochs),
             seconds=min([cadence.seconds for cadence in cadences], default=math.inf),
         )
-    if isinstance(when, int | np.integer) and not isinstance(when, np.timedelta64):
+    if hasattr(when, "__index__") and not isinstance(when, bool | np.timedelta64):
         return Cadence(steps=(checks.check_count(when, where, name),))
     if not isinstance(when, str | datetime.timedelta):
         raise WrongTypeError(name, where, trees.describe(when), _FORMS)

@@ -303,6 +303,7 @@ def find_accumulation(
     where = "find_accumulation()"
     check_is_train_step(step, where)
     checks.check_count(multiple_of, where, "multiple_of")
+    batch_size = checks.check_count(batch_size, where, "batch_size")
     sizes = sizes_of_micro_batches(batch_size, math.lcm(multiple_of, row_parts(state)), where)
     check_has_rows(example, where)
     search, batch = Search.within(memory, margin, state, where), with_rows(example, batch_size)

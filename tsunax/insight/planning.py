@@ -239,6 +239,7 @@ def plan(
     where = "plan()"
     check_is_train_step(step, where)
     check_has_rows(example, where)
+    batch_size = checks.check_count(batch_size, where, "batch_size")
     for name in (vary := [vary] if isinstance(vary, str) else vary):
         checks.check_choice(name, where, "vary", VARIABLES)
     layouts, varied = layouts_of(state, devices, vary)

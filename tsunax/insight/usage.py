@@ -1,11 +1,13 @@
 """How much of its devices a run of `fit` uses, as columns of its history."""
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from tsunax._core import PyTree, checks
+from tsunax._core import PyTree, checks, trees
+from tsunax.errors import HyperparameterError
 from tsunax.insight import _cost, _memory, _roofline
 from tsunax.program import TrainStep, check_is_train_step
 from tsunax.state import TrainState
@@ -52,7 +54,7 @@ def usage(
       peak: FLOP/s of one device. By default from its data sheet (products in 16 bits); without a
         data sheet there is no `mfu`.
 
-    Raises WrongTypeError for another step.
+    Raises WrongTypeError for another step, HyperparameterError for another `peak`.
 
     >>> import jax.numpy as jnp, tsunax as ts
     >>> step = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2))
@@ -61,6 +63,8 @@ def usage(
     True
     """
     check_is_train_step(step, "usage()")
+    if peak is not None and not (checks.is_real(peak) and 0 < peak < math.inf):
+        raise HyperparameterError("peak", "usage()", trees.describe(peak), "FLOP/s, above 0")
     mesh, device = _memory.mesh_of(state), _memory.device_of_state(state)
     sheet = _roofline.DATA_SHEETS.get(device.device_kind)
     peak = peak or (None if sheet is None else sheet.flops)

@@ -318,7 +318,8 @@ class At:
     may_log = False
 
     def __post_init__(self) -> None:
-        checks.check_count(self.step, f"{self.change.__name__}_at()", "step", 0)
+        step = checks.check_count(self.step, f"{self.change.__name__}_at()", "step", 0)
+        object.__setattr__(self, "step", step)
 
     @property
     def at(self) -> tuple[int]:

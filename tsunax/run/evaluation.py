@@ -22,10 +22,10 @@ from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
 from tsunax.data.positions import Data, innermost
-from tsunax.errors import LossError, WrongTypeError, warn
+from tsunax.errors import LossError, StateError, WrongTypeError, warn
 from tsunax.loss import Loss, check_model_state, rows_of
 from tsunax.program import EvalStep, TrainStep
-from tsunax.state import TrainState
+from tsunax.state import TrainState, donated
 from tsunax.states import members_of
 
 # whether `evaluate` takes the first batch only: `fit` needs only the names of the numbers
@@ -240,6 +240,8 @@ def predictions(
                 next_outputs: Any = model(state, batch, **keywords)
                 state = model.part_read(state)
             else:
+                if any(map(trees.is_gone, jax.tree.leaves(state.params)[:1])):
+                    raise StateError(donated("predict()"))
                 next_outputs = model.call_placed(state, batch, **keywords)
         if carry:
             next_outputs, model_state = next_outputs

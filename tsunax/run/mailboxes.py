@@ -27,7 +27,7 @@ from tsunax.errors import CheckpointError
 
 MOST_BYTES = 4096  # the length of a command
 MOST_BYTES_OF_ANSWER = 1 << 16  # the numbers of `status` are the longest answer
-MOST_SECONDS = 30.0  # of the end of a run, for an answer: a bucket may never reply
+MOST_SECONDS = 30.0  # the end of a run waits for an answer at most: a bucket may never reply
 _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}\.json", re.ASCII)
 
 
@@ -214,7 +214,7 @@ class BucketMailbox:
         return durable_files.sha256(content)
 
     def take_answer(self, name: str) -> str | None:
-        # A network that fails, or an object of somebody else, is no answer yet.
+        # A network that fails, or a foreign object, is no answer yet.
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             answer = json.loads(self.answer_object.read(MOST_BYTES_OF_ANSWER)[0])
             if answer["command"] == name:

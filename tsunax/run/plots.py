@@ -209,6 +209,12 @@ def log_ticks(axis: Any, values: np.ndarray) -> None:
     axis.set_minor_formatter("")
 
 
+def _last_finite_value(line: Any) -> float:
+    """The height of a line at its end, also if it ends in NaN."""
+    values = np.asarray(line.get_ydata(), float)
+    return max([*values[np.isfinite(values)][-1:], -np.inf])
+
+
 def _legend_rows(columns: dict[str, Any]) -> int:
     """The most rows that the legend of a panel has."""
     singles = [names for names in tables.families(columns, 2).values() if len(names) == 1]
@@ -284,7 +290,7 @@ def draw(axes: Any, panel: str, columns: dict[str, Any]) -> dict[str, Any]:
     single_lines = [line for name, line in lines.items() if name in kinds]
     if len(single_lines) > _MOST_NAMES and panel.endswith("norm"):
         # Of many layers the legend names the lowest and the highest.
-        by_height = sorted(single_lines, key=lambda line: float(line.get_ydata()[-1]))
+        by_height = sorted(single_lines, key=_last_finite_value)
         single_lines = [
             *by_height[: -_MOST_NAMES // 2 - 1 : -1],
             *by_height[_MOST_NAMES // 2 - 1 :: -1],

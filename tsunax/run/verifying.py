@@ -40,7 +40,7 @@ class verify(Part):
     on_fault: str = "raise"
 
     def __post_init__(self) -> None:
-        checks.check_count(self.every, "verify()", "every")
+        object.__setattr__(self, "every", checks.check_count(self.every, "verify()", "every"))
         checks.check_choice(self.on_fault, "verify()", "on_fault", ("raise", "redo", "warn"))
 
     def at(self, run: Run, events: list[str]) -> None:

@@ -11,7 +11,7 @@ then the calls of the run are made again, with the same bits.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -23,17 +23,23 @@ from tsunax.checkpoints.edits import Edit, edits_of_line, edits_through, starts_
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.checkpoints.rewinds import left_run
 from tsunax.checkpoints.saving import Checkpoints
-from tsunax.data.batching import Batches
-from tsunax.data.positions import innermost
 from tsunax.errors import CheckpointError, StateError, WrongTypeError, warn
 from tsunax.run.history import History
 from tsunax.states import COUNTED
 from tsunax.timelines.branching import branched
 from tsunax.timelines.comparing import Comparison, SavedRun, different_leaves
 from tsunax.timelines.explaining import Explanation, explained
-from tsunax.timelines.replaying import Moment, ReplayedCall, Script, moment_of_start
+from tsunax.timelines.replaying import (
+    WHOLE_SCRIPT,
+    Moment,
+    ReplayedCall,
+    Script,
+    check_data,
+    check_moment,
+    moment_of_start,
+    rows_of,
+)
 
-WHOLE_SCRIPT = "timeline(run, step, state, data), as fit got them"
 MOST_REPLAYED = 10_000  # calls of one replay: they may take hours, and a user raises this knowingly
 
 
@@ -96,9 +102,8 @@ class Timeline:
     def __repr__(self) -> str:
         newest = self.saved.newest
         link = None if newest is None else self.saved.manifest(newest).links.get(newest)
-        text = f"{len(self.steps)} checkpoints" + (
-            f", link {link} at step {newest}" if link else ""
-        )
+        text = f"{len(self.steps)} checkpoints"
+        text += f", link {link} at step {newest}" if link else ""
         return f"Timeline({self.saved.checkpoints.path}, {text})"
 
     @property
@@ -180,6 +185,8 @@ class Timeline:
         if first is None or last is None:
             raise WrongTypeError("steps", "audit()", f"{first} and {last}", "two steps, or none")
         self._look()
+        first = checks.check_count(first, "audit()", "first", 0)
+        last = checks.check_count(last, "audit()", "last", 0)
         for step in (first, last):
             if step not in self.steps:
                 raise CheckpointError("step", "audit()", step, f"one of {self.steps}")
@@ -399,7 +406,7 @@ class Timeline:
         moment = self._script.edited(start)
         while (count := (step or 0) - moment.step if calls is None else calls - moment.calls) > 0:
             self._check_script("step")
-            self._check_data()
+            check_data(self._script.data, self.saved.values(self._newest_step("timeline")).data)
             self._check_length(start.calls, moment.calls + count)
             moment = self._script.advanced(moment, count).end
         return moment
@@ -414,33 +421,3 @@ class Timeline:
         value = self._script.step if name == "step" else self._first_state
         if value is None:
             raise WrongTypeError(name, "timeline()", "None", WHOLE_SCRIPT)
-
-    def _check_data(self) -> None:
-        """Raise for other data than the run had, as far as its saved place shows."""
-        data = innermost(self._script.data)
-        place = self.saved.values(self._newest_step("timeline")).data or {}
-        if data is None and ("settings" in place or place.get("data") is not None):
-            raise WrongTypeError("data", "timeline()", "None", WHOLE_SCRIPT)
-        if isinstance(data, Batches) and "data" not in place:
-            data.afresh().set_state(place)  # DataError for another order
-
-
-def check_moment(step: int | None, calls: int | None, lowest: int) -> None:
-    """Raise unless a step or a number of calls is given, and at least `lowest`."""
-    if (step is None) == (calls is None):
-        got = f"step={step}, calls={calls}"
-        raise WrongTypeError("moment", "timeline", got, "a step, or calls=")
-    name = "calls" if step is None else "step"
-    checks.check_count(calls if step is None else step, "timeline", name, lowest)
-
-
-def rows_of(data: Any, place: Mapping[str, Any] | None, batch: PyTree) -> np.ndarray | None:
-    """The numbers of the rows of the batch at a place of `batches`; None for other data."""
-    data = innermost(data)
-    if not isinstance(data, Batches):
-        return None
-    epoch, position = (0, 0) if place is None else (place["epoch"], place["position"])
-    if position >= len(data):
-        epoch, position = epoch + 1, 0
-    first = position * data.share
-    return data.order(epoch)[first : first + len(jax.tree.leaves(batch)[0])]

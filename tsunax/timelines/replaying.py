@@ -13,15 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import numpy as np
 
-from tsunax._core import PyTree, processes, trees
+from tsunax._core import PyTree, checks, processes, trees
 from tsunax.checkpoints.edits import SKIP, Edit
+from tsunax.data.batching import Batches
 from tsunax.data.positions import innermost
-from tsunax.errors import StateError
+from tsunax.errors import StateError, WrongTypeError
 from tsunax.run.chunks import Limits
 from tsunax.run.feed import Caller, Feed
 from tsunax.run.info_columns import Infos, logged_step, most_calls
 from tsunax.state import own
+
+WHOLE_SCRIPT = "timeline(run, step, state, data), as fit got them"
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Script:
         return moment
 
     def place_after(self, moment: Moment, batches: int) -> Mapping[str, Any]:
-        """The place of the data behind so many further batches. No call is made."""
+        """The place of the data behind a number of further batches. No call is made."""
         with self._feed_at(moment, batches) as feed:
             while batches:
                 chunk = feed.take(batches, moment.state, moment.step)
@@ -154,3 +158,33 @@ def moment_of_start(state: Any) -> Moment:
         got = "a state that a step has consumed"
         raise StateError("state", "timeline()", got, "the first state, as fit got it", fix)
     return Moment(jax.tree.map(own, first), None)
+
+
+def check_data(data: Any, saved_place: Mapping[str, Any] | None) -> None:
+    """Raise for other data than the run had, as far as its saved place shows."""
+    data, place = innermost(data), saved_place or {}
+    if data is None and ("settings" in place or place.get("data") is not None):
+        raise WrongTypeError("data", "timeline()", "None", WHOLE_SCRIPT)
+    if isinstance(data, Batches) and "data" not in place:
+        data.afresh().set_state(place)  # DataError for another order
+
+
+def check_moment(step: int | None, calls: int | None, lowest: int) -> None:
+    """Raise unless a step or a number of calls is given, and at least `lowest`."""
+    if (step is None) == (calls is None):
+        got = f"step={step}, calls={calls}"
+        raise WrongTypeError("moment", "timeline", got, "a step, or calls=")
+    name = "calls" if step is None else "step"
+    checks.check_count(calls if step is None else step, "timeline", name, lowest)
+
+
+def rows_of(data: Any, place: Mapping[str, Any] | None, batch: PyTree) -> np.ndarray | None:
+    """The numbers of the rows of the batch at a place of `batches`; None for other data."""
+    data = innermost(data)
+    if not isinstance(data, Batches):
+        return None
+    epoch, position = (0, 0) if place is None else (place["epoch"], place["position"])
+    if position >= len(data):
+        epoch, position = epoch + 1, 0
+    first = position * data.share
+    return data.order(epoch)[first : first + len(jax.tree.leaves(batch)[0])]
