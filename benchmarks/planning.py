@@ -1,7 +1,7 @@
 """Bytes that `plan` names beside the growth of a process, and its choice beside the fastest candidate as measured.
 
     python -m benchmarks planning               # a quarter of an hour on two cores
-    python -m benchmarks planning --no-speed    # memory only
+    python -m benchmarks planning --part memory    # or speed
 
 Memory: the trainings of examples/ports, each as its own program calls `fit`, in a separate process. The rows of a
 batch are repeated until the step needs about 512 MiB, because the growth of small steps is that of allocators and
@@ -204,13 +204,15 @@ def burst_of(step, state, batch):
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks planning", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--no-speed", action="store_true", help="measure memory only")
+    parser.add_argument("--part", choices=["memory", "speed"], help="measure this part only")
     options, _ = parser.parse_known_args()
-    memory()
-    if not options.no_speed:
+    if options.part != "speed":
+        memory()
+        save("planning")
+    if options.part != "memory":
         with tempfile.TemporaryDirectory() as folder:
             speed(folder)
-    save("planning")
+        save("planning-choice")
 
 
 if __name__ == "__main__":
