@@ -1,7 +1,7 @@
 """Bytes that `plan` names beside the growth of a process, and its choice beside the fastest candidate as measured.
 
     python -m benchmarks planning               # a quarter of an hour on two cores
-    python -m benchmarks planning --part memory    # or speed
+    python -m benchmarks planning --part=memory    # or speed
 
 Memory: the trainings of examples/ports, each as its own program calls `fit`, in a separate process. The rows of a
 batch are repeated until the step needs about 512 MiB, because the growth of small steps is that of allocators and
