@@ -1,15 +1,83 @@
-"""What two features do together, beside the equivalences of tests/test_equivalences.py."""
+"""A step under everything at once: places, micro-batches, what a loss names, policies. All agree."""
+
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
-from tests.helpers import assert_trees_close
+from tests.helpers import assert_trees_close, covering_array
 from tsunax.errors import NonFiniteError, RuleError, StateError, WrongTypeError
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
+PARAMS = {"w": jnp.ones((4, 3)), "frozen": jnp.ones(3)}
+STATISTICS = {"sum": jnp.zeros(()), "n": jnp.int32(0)}
+NAMED = ["", "mask", "model_state", "key", "mask model_state key"]
 CLOSE = {"rtol": 1e-5, "atol": 1e-6}
+
+
+def losses_of(named):
+    """A loss function with these keywords, whose numbers do not depend on how a batch is cut."""
+
+    def rows(params, x, mask, model_state):
+        values = jnp.sum((x @ params["w"] + params["frozen"][None]) ** 2, -1)
+        seen = jnp.float32(len(x)) if mask is None else mask.sum()
+        new = None if model_state is None else {"sum": model_state["sum"] + seen, "n": model_state["n"] + 1}
+        return ts.Loss.mean(values, mask, model_state=new)
+
+    return {
+        "": lambda params, x: rows(params, x, None, None),
+        "mask": lambda params, x, mask: rows(params, x, mask, None),
+        "model_state": lambda params, x, model_state: rows(params, x, None, model_state),
+        "key": lambda params, x, key: rows(params, x + 0 * jax.random.normal(key, x.shape), None, None),
+        "mask model_state key": lambda params, x, mask, model_state, key: rows(
+            params, x + 0 * jax.random.normal(key, x.shape), mask, model_state
+        ),
+    }[named]
+
+
+def state_of(place, named, trainable):
+    more = {"key": 0} if "key" in named else {}
+    more |= {"model_state": STATISTICS} if "model_state" in named else {}
+    make = lambda key=None: ts.setup(ts.rules.adam(0.1), PARAMS, trainable=trainable, **more)
+    if place == "population":
+        return ts.population(lambda key: make(), 3)
+    return ts.shard(make(), ts.mesh()) if place == "mesh" else make()
+
+
+FACTORS = ["one", "population", "mesh"], NAMED, [1, 2], ["skip", "raise"], ["**", "w"]
+is_possible = lambda place, named, accumulate, policy, trainable: (place, policy) != ("mesh", "raise")
+ALL = [row for row in itertools.product(*FACTORS) if is_possible(*row)]
+PAIRS = covering_array(*FACTORS, is_possible=is_possible)
+
+
+def test_the_combinations_of_the_fast_tests_have_every_pair():
+    pairs = lambda rows: {pair for row in rows for pair in itertools.combinations(enumerate(row), 2)}
+    assert pairs(PAIRS) == pairs(ALL) and len(PAIRS) < len(ALL) / 4
+
+
+@pytest.mark.parametrize(
+    ("place", "named", "accumulate", "policy", "trainable"),
+    [*PAIRS, *(pytest.param(*row, marks=pytest.mark.medium) for row in ALL if row not in PAIRS)],
+)
+def test_every_combination_computes_the_same(place, named, accumulate, policy, trainable):
+    step = ts.train_step(losses_of(named), accumulate=accumulate, on_nonfinite=policy, donate=False)
+    state = state_of(place, named, trainable)
+    for _ in range(2):
+        state, info = step(state, X)
+    if "mask" in named:  # a mask of None counts as no mask
+        again, _ = step(state, X, mask=None)
+        assert_trees_close(again.params, step(state, X)[0].params, rtol=0, atol=0)
+    if place == "population":
+        state = ts.populations.member(state, 1)
+    if "model_state" in named:
+        assert float(state.model_state["sum"]) == 32 and int(state.model_state["n"]) == 2 * accumulate
+    assert np.all(info.applied)
+    one, expected = ts.train_step(losses_of(""), donate=False), state_of("one", "", trainable)
+    for _ in range(2):
+        expected, _ = one(expected, X)
+    assert_trees_close(state.params, expected.params, **CLOSE)
 
 
 def test_a_population_raises_for_its_rejected_members():

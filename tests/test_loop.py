@@ -109,6 +109,62 @@ def poisoned():
 NOISY = {"key": 3, "model_state": {"mean": jnp.zeros(())}}
 
 
+FEATURES = {  # (step, setup, data)
+    "plain": (STEP, {}, even),
+    "short batches": (STEP, {}, data),
+    "everything named": (ts.train_step(noisy), NOISY, even),
+    "micro-batches": (ts.train_step(noisy, accumulate=3), NOISY, even),
+    "remat": (ts.train_step(loss_fn, remat=True), {}, even),
+    "bfloat16": (STEP, {"precision": "bfloat16"}, even),
+    "float16": (STEP, {"precision": "float16"}, even),
+    "bfloat16 params": (STEP, {"precision": ts.precision.Policy("bfloat16", "bfloat16")}, even),
+    "average": (STEP, {"ema": 0.9}, even),
+    "rejected": (STEP, {}, poisoned),
+    "dropped": (ts.train_step(noisy, accumulate=2, on_nonfinite="drop"), NOISY, poisoned),
+    "part": (STEP, {"trainable": "out/**"}, even),
+    "window": (STEP, {"rule": ts.rules.accumulate(RULE, every=3)}, even),
+    "spikes": (STEP, {"rule": ts.rules.chain(ts.rules.reject_spikes(warmup=5), RULE)}, even),
+    "frozen": (STEP, {"freezable": True}, even),
+    "plain optax": (STEP, {"rule": optax.adam(0.01)}, even),
+}
+
+
+def prepared(name):
+    step, given, make = FEATURES[name]
+    given = {"rule": RULE, **given}
+    state = ts.setup(given.pop("rule"), init(), **given)
+    return step, ts.freeze(state, "hidden/kernel") if name == "frozen" else state, make()
+
+
+QUICK = ("plain", "dropped", "float16", "window")  # with nearly all that the others have; the rest are slow tests
+
+
+@pytest.mark.filterwarnings("ignore:step .* was rejected:RuntimeWarning")
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else pytest.mark.slow) for n in FEATURES])
+def test_calls_and_events_change_no_bit(name):
+    """However many steps go into a call, wherever it is cut; and the plain loop to a few ulp."""
+    step, state, batches = prepared(name)
+    calls = 19  # past the end of two epochs
+    plain, infos = plainly(step, state, batches, calls)
+    goal = int(plain.step)
+    step, state, batches = prepared(name)
+    one, history = fit(step, state, batches, steps=goal, steps_per_call=1, log_every=1)
+    loose = 4e-3 if "16" in name else 2e-6  # a rounding to 8 bits may fall to the other side
+    assert_trees_close(ts.trainable(one), ts.trainable(plain), rtol=loose, atol=loose)
+    taken = [info for info in infos if np.all(info.applied)]
+    np.testing.assert_allclose(history["loss"], [info.loss for info in taken], rtol=max(loose, 1e-5))
+    if "learning_rate" in history and name != "plain optax":
+        rates = [info.hyperparams["learning_rate"] for info in taken]
+        np.testing.assert_allclose(history["learning_rate"], rates, rtol=1e-6)
+    # in calls of five, with an event after every second step, in three runs that begin in the middle of an epoch
+    step, state, batches = prepared(name)
+    for until in (goal // 3, goal // 2, goal):
+        options = {"steps_per_call": 5, "callbacks": callbacks.every(2, lambda run: None), "log_every": 1}
+        state, rows = fit(step, state, batches, steps=until, **options)
+    assert_trees_equal(state, one)
+    np.testing.assert_array_equal(rows["loss"], history["loss"][-len(rows) :])
+
+
 def test_the_buffer_and_the_clock_on_the_wall_change_no_bit():
     expected, history = fit(STEP, fresh(), data(), steps=19, steps_per_call=1, log_every=1)
     for per_call in (2, 64, "auto"):

@@ -59,21 +59,37 @@ def a_mesh_state():
 
 CASES = {
     "plain": {},
+    "keys and an average": {"loss_fn": toys.noisy, "make": lambda: toys.state(key=jax.random.key(1), ema=0.9)},
+    "rejected steps": {"x": toys.with_a_bad_row()},
+    "accumulation over calls": {
+        "make": lambda: ts.setup(ts.rules.accumulate(ts.rules.adam(0.1), 3), {"w": jnp.ones(8)})
+    },
+    "micro-batches": {"step": {"accumulate": 4}},
     "a population": {"make": population},
     "several states": {"make": toys.two_states, "step": toys.step_of_two},
     "a mesh": {"make": a_mesh_state, "loss_fn": toys.noisy},
     "a step a call": {"fit": {"steps_per_call": None}},
+    "rows on the device": {"data": {"device": True}},
+    "a list": {"list": True},
     "no data": {"loss_fn": toys.drawn, "make": lambda: toys.state(key=jax.random.key(2)), "no_data": True},
 }
 
 
+@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
 @pytest.mark.parametrize("name", CASES)
 def test_every_step_has_the_bits_of_the_run(tmp_path, name):
-    """What one step, one device or data of the table in tests/test_equivalences.py do not have."""
     case = CASES[name]
-    make, step = case.get("make", toys.state), case.get("step", ts.train_step(case.get("loss_fn", toys.loss_fn)))
-    data = lambda: None if "no_data" in case else ts.batches(toys.X, 8, shuffle=True, seed=3)
-    prints, _ = a_run(tmp_path / "a", step, make, data(), **case.get("fit", {}))
+    options, make, x = case.get("step", {}), case.get("make", toys.state), case.get("x", toys.X)
+    loss_fn = case.get("loss_fn", toys.loss_fn)
+    step = options if callable(options) else ts.train_step(loss_fn, **options)
+
+    def data():
+        if "no_data" in case:
+            return None
+        batches = ts.batches(x, 8, shuffle=True, seed=3, **case.get("data", {}))
+        return list(batches) if "list" in case else batches
+
+    prints, _ = a_run(tmp_path / "a", step, make, data(), max_bad=100, **case.get("fit", {}))
     given = data()
     line = timeline(tmp_path / "a", step, make, given)
     assert line.steps == [8, 16, 24]
