@@ -613,6 +613,46 @@ def test_arguments_that_a_callback_replaced_are_refused(tmp_path):
         timeline(tmp_path / "b", step, toys.state, data(), extra={"scale": 1.0}).at(13)
 
 
+def test_data_that_changed_in_place_are_refused_with_the_span(tmp_path):
+    step = ts.train_step(toys.loss_fn)
+    make_list = lambda x: [x[i : i + 8] for i in range(0, len(x), 8)]
+    for name, make in (("arrays", lambda x: ts.batches(x, 8)), ("list", make_list)):
+        x = np.array(toys.X)
+
+        def scaled(run, x=x):
+            if run.step == 11:
+                x *= 2
+
+        callbacks = [ts.callbacks.every(1, scaled)]
+        prints, _ = a_run(tmp_path / name, step, toys.state, make(x), callbacks=callbacks)
+        line = timeline(tmp_path / name, step, toys.state, make(np.array(toys.X)))
+        for k in (7, 8, 16, 24):
+            assert fingerprint(line.at(k)) == prints[k]
+        for k in (10, 13, 20):
+            text = f"steps {k // 8 * 8 + 1} to {k}, but arrays of the data changed in place between"
+            with pytest.raises(StateError, match=f"{text} steps 8 and 16"):
+                line.at(k)
+        line.branch(16, tmp_path / f"{name} b")
+        with pytest.raises(StateError, match="between steps 8 and 16"):
+            timeline(tmp_path / f"{name} b", step, toys.state, make(np.array(toys.X))).at(13)
+
+
+def test_a_replay_after_a_rewind_does_not_take_replaced_arguments(tmp_path):
+    loss_fn = lambda params, x, scale: scale * toys.loss_fn(params, x)
+    step, data, extra = ts.train_step(loss_fn), lambda: ts.batches(toys.X, 8), {"scale": 1.0}
+
+    def goes_back(run):
+        if run.step == 11 and extra["scale"] == 1:
+            extra["scale"] = 0.5
+            run.rewind(back=2)
+
+    a_run(tmp_path, step, toys.state, data(), callbacks=[ts.callbacks.every(1, goes_back)], extra=extra)
+    line = timeline(tmp_path, step, toys.state, data(), extra={"scale": 1.0})
+    line.at(calls=9)
+    with pytest.raises(StateError, match="a callback replaced extra at step 11"):
+        line.at(10)
+
+
 def test_a_state_that_the_script_cuts_has_exact_edits_or_saves(tmp_path):
     make = lambda: ts.adjust(
         ts.setup(ts.rules.adamw(0.1), {"w": jnp.ones(8), "b": jnp.zeros(())}), "w", learning_rate=0.05

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
 from tsunax._core import PyTree, stable_text, trees
 from tsunax._state.state_fields import averages_of
@@ -73,7 +74,7 @@ def script_of(
         settings |= {name + suffix: setting for name, setting in _settings_of(s)}
     for path, x in jax.tree_util.tree_leaves_with_path(dict(extra)):
         settings[f"extra{jax.tree_util.keystr(path)}"] = Setting(stable_text.value_text(x))
-    if (rows := _some_rows(data)) is not None:
+    if (rows := hash_of_rows(data, max_batches=1)) is not None:  # a list may get longer
         settings["data"] = Setting(rows, Kind.DATA)
     platform = _versions() | _devices_of(state)
     settings |= {name: Setting(text, Kind.PLATFORM) for name, text in platform.items()}
@@ -134,16 +135,26 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, Setting]]:
         yield "key", Setting(digest[:16], Kind.KEY)
 
 
-def _some_rows(data) -> str | None:
-    """A hash of a few rows of `batches(arrays)`; None for other data."""
+def hash_of_rows(data: Any, max_batches: int = 8) -> str | None:
+    """A hash of a few rows of `batches(arrays)`, or of a list of batches; None for other data."""
     data = positions.innermost(data)
-    if not isinstance(data, batching.Batches) or not data.is_of_arrays:
+    if isinstance(data, list | tuple):
+        arrays = jax.tree.leaves([data[i] for i in _spread(len(data), max_batches)])
+        is_here = lambda x: trees.is_array(x) and getattr(x, "is_fully_addressable", True)
+        rows = [x[_spread(len(x), 8)] if x.ndim else x for x in filter(is_here, arrays)]
+    elif isinstance(data, batching.Batches) and data.is_of_arrays:
+        rows = data.sample()
+    else:
         return None
     digest = hashlib.sha256()
-    for x in data.sample():
-        x = trees.on_host(x)
+    for x in map(trees.on_host, rows):
         digest.update(f"{x.dtype} {x.shape}".encode() + x.tobytes())
     return digest.hexdigest()[:16]
+
+
+def _spread(count: int, most: int) -> np.ndarray:
+    """Up to `most` of the numbers below `count`, from the first on."""
+    return np.unique(np.linspace(0, max(count - 1, 0), most).astype(int))[:count]
 
 
 def code_text(f: object) -> str:

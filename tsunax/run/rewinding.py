@@ -91,7 +91,7 @@ def go_back(saving: Any, run: Run) -> Restored:
     script |= saving.script | {
         "has_ended": False,
         "edits": dump_edits([*saving.edits, edit]),
-        "extra_changed_at": saving.extra_changed_at,
+        "untold_changes": saving.untold_changes,
         "is_script_edited": saving.script["is_script_edited"] or restored.is_edited,
     }
     script.pop("stop", None)

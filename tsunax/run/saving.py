@@ -143,6 +143,10 @@ def _with_own_numbers(like: PyTree) -> PyTree:
     return jax.tree.map(lambda x: copied(x) if is_state(x) else x, like, is_leaf=is_state)
 
 
+def _calls_of(run: Run) -> int:
+    return most_calls(run.state) if isinstance(run.state, COUNTED) else run.step
+
+
 class Saving(EachBoundary):
     """Saves a run: as `every` says, at the best values of a metric, and at the end."""
 
@@ -173,7 +177,11 @@ class Saving(EachBoundary):
         is_edited = restart.restored.is_edited or bool(saved_script.get("is_script_edited"))
         self.script |= {"is_script_edited": is_edited}
         self.extra: dict[str, Any] = dict(options.extra)
-        self.extra_changed_at: int | None = saved_script.get("extra_changed_at")
+        # Changes that no record repeats, by what changed: the step and the calls before, and the
+        # step at which the change was found.
+        self.untold_changes: dict[str, list[int]] = dict(saved_script.get("untold_changes", {}))
+        self.last_look: tuple[int, int] = 0, 0  # step and calls when the data were looked at
+        self.rows: str | None = None  # the hash of a few rows then
 
     def _prepare(self, run: Run, feed: Feed) -> None:
         """Raise the errors of the first save now; warn of data that cannot be set to a place."""
@@ -196,6 +204,7 @@ class Saving(EachBoundary):
             )
 
     def begin(self, run: Run) -> None:
+        self._look_at_data(run, is_first=True)
         if self.is_resumed:
             place = run.feed.place()
             self.saved = run.step, place["epoch"], place["position"]
@@ -212,6 +221,7 @@ class Saving(EachBoundary):
                 from tsunax.run.rewinding import go_back
 
                 with self.options.clock("checkpoint"):
+                    self._look_at_data(run)
                     checkpoint = go_back(self, run)
                 run.restart = Restart(self.saver, checkpoint, False, self.script, self.like)
                 return
@@ -222,6 +232,7 @@ class Saving(EachBoundary):
         is_new = self.saved != key
         if is_end or must_save or (is_new and (due or self._is_best(run))):
             with self.options.clock("checkpoint"):
+                self._look_at_data(run)
                 self.saved = key
                 run.rows.sync()
                 facts = self._ending(run, is_end) | {"has_open_row": run.rows.is_open}
@@ -231,7 +242,7 @@ class Saving(EachBoundary):
                     "is_fresh": is_fresh,
                     "is_looped": is_looped,
                     "edits": dump_edits(self.edits),
-                    "extra_changed_at": self.extra_changed_at,
+                    "untold_changes": self.untold_changes,
                 }
                 saver._save(
                     run.state,
@@ -256,10 +267,8 @@ class Saving(EachBoundary):
 
     def _record_edits(self, run: Run, events: list[str]) -> bool:
         """Record the changes of callbacks. Returns whether the state has to be saved for one."""
-        if self.extra_changed_at is None and any(
-            x is not self.extra.get(name) for name, x in self.options.extra.items()
-        ):
-            self.extra_changed_at = run.step
+        if any(x is not self.extra.get(name) for name, x in self.options.extra.items()):
+            self.untold_changes.setdefault("extra", [run.step, _calls_of(run), run.step])
         if not isinstance(run.state, COUNTED):
             return False
         calls, must_save = most_calls(run.state), False
@@ -278,6 +287,13 @@ class Saving(EachBoundary):
         self.edits = bounded([*self.edits, edit])
         # No run repeats a command, so its edit has to be on the disk before the next call.
         return must_save or self.edits[-1].values is None or "save" in events
+
+    def _look_at_data(self, run: Run, is_first: bool = False) -> None:
+        """Note that arrays of the data have changed in place: a replay reads what they are now."""
+        old_rows, self.rows = self.rows, script_settings.hash_of_rows(run.feed.source.data)
+        if self.rows != old_rows and not is_first:
+            self.untold_changes.setdefault("data", [*self.last_look, run.step])
+        self.last_look = run.step, _calls_of(run)
 
     def _ending(self, run: Run, is_end: bool) -> dict[str, Any]:
         """Facts about the end of the run in its checkpoint, for the same call of `fit` later."""

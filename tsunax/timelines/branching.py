@@ -16,7 +16,7 @@ from tsunax.timelines.comparing import SavedRun
 from tsunax.timelines.replaying import Moment
 
 # Facts of a script that hold for branches, because their replays begin at the same first state.
-KEPT_FACTS = ("calls", "states", "settings", "is_looped", "is_script_edited", "extra_changed_at")
+KEPT_FACTS = ("calls", "states", "settings", "is_looped", "is_script_edited", "untold_changes")
 
 
 def branched(

@@ -302,7 +302,7 @@ class Timeline:
         line_calls = calls if line_calls is None else line_calls
         start = self._start(count, line_calls, near)
         moment = self._script.edited(self._advanced(start, step, calls))
-        self._check_extra(start, moment)
+        self._check_untold_changes(start, moment)
         return moment
 
     def _checked_count(self, step: int | None, calls: int | None) -> int:
@@ -315,14 +315,16 @@ class Timeline:
             raise StateError(name, "timeline", count, f"at most {limit}, of the newest checkpoint")
         return count
 
-    def _check_extra(self, start: Moment, end: Moment) -> None:
-        """Raise StateError if a callback had replaced the step's arguments before a call."""
-        changed_at = self.saved.script(self._newest_step("timeline")).get("extra_changed_at")
-        if changed_at is not None and end.calls > start.calls and end.step > changed_at:
-            got = f"a replay to step {end.step}, but a callback replaced extra at step {changed_at}"
-            raise StateError(
-                "extra", "timeline", got, f"a checkpoint, or a step up to {changed_at}"
-            )
+    def _check_untold_changes(self, start: Moment, end: Moment) -> None:
+        """Raise StateError if `extra` or data had changed before a call of the replay."""
+        changes = self.saved.script(self._newest_step("timeline")).get("untold_changes", {})
+        for name, (first, calls, last) in changes.items():
+            if end.calls > max(start.calls, calls):
+                how = "a callback replaced extra at step" if name == "extra" else (
+                    f"arrays of the data changed in place between steps {first} and")
+                got = f"a replay of steps {start.step + 1} to {end.step}, but {how} {last}"
+                expected = f"a checkpoint, or a step up to {first}"
+                raise StateError(name, "timeline", got, expected)
 
     def _call(self, step: int | None, calls: int | None) -> ReplayedCall:
         """The call that first made a step, or the call of that number."""
