@@ -140,8 +140,8 @@ def hash_of_rows(data: Any, max_batches: int = 8) -> str | None:
     data = positions.innermost(data)
     if isinstance(data, list | tuple):
         arrays = jax.tree.leaves([data[i] for i in _spread(len(data), max_batches)])
-        is_here = lambda x: trees.is_array(x) and getattr(x, "is_fully_addressable", True)
-        rows = [x[_spread(len(x), 8)] if x.ndim else x for x in filter(is_here, arrays)]
+        is_whole = lambda x: trees.is_array(x) and getattr(x, "is_fully_addressable", True)
+        rows = [x[_spread(len(x), 8)] if x.ndim else x for x in filter(is_whole, arrays)]
     elif isinstance(data, batching.Batches) and data.is_of_arrays:
         rows = data.sample()
     else:
@@ -152,9 +152,9 @@ def hash_of_rows(data: Any, max_batches: int = 8) -> str | None:
     return digest.hexdigest()[:16]
 
 
-def _spread(count: int, most: int) -> np.ndarray:
-    """Up to `most` of the numbers below `count`, from the first on."""
-    return np.unique(np.linspace(0, max(count - 1, 0), most).astype(int))[:count]
+def _spread(count: int, limit: int) -> np.ndarray:
+    """Up to `limit` of the numbers below `count`, from the first on."""
+    return np.unique(np.linspace(0, max(count - 1, 0), limit).astype(int))[:count]
 
 
 def code_text(f: object) -> str:

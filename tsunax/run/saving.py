@@ -177,8 +177,8 @@ class Saving(EachBoundary):
         is_edited = restart.restored.is_edited or bool(saved_script.get("is_script_edited"))
         self.script |= {"is_script_edited": is_edited}
         self.extra: dict[str, Any] = dict(options.extra)
-        # Changes that no record repeats, by what changed: the step and the calls before, and the
-        # step at which the change was found.
+        # Changes that no record repeats, of "extra" or "data": the step and the calls before, and
+        # the step at which the change was found.
         self.untold_changes: dict[str, list[int]] = dict(saved_script.get("untold_changes", {}))
         self.last_look: tuple[int, int] = 0, 0  # step and calls when the data were looked at
         self.rows: str | None = None  # the hash of a few rows then
@@ -289,7 +289,7 @@ class Saving(EachBoundary):
         return must_save or self.edits[-1].values is None or "save" in events
 
     def _look_at_data(self, run: Run, is_first: bool = False) -> None:
-        """Note that arrays of the data have changed in place: a replay reads what they are now."""
+        """Note a change of the data in place, because a replay reads the arrays of today."""
         old_rows, self.rows = self.rows, script_settings.hash_of_rows(run.feed.source.data)
         if self.rows != old_rows and not is_first:
             self.untold_changes.setdefault("data", [*self.last_look, run.step])

@@ -320,8 +320,9 @@ class Timeline:
         changes = self.saved.script(self._newest_step("timeline")).get("untold_changes", {})
         for name, (first, calls, last) in changes.items():
             if end.calls > max(start.calls, calls):
-                how = "a callback replaced extra at step" if name == "extra" else (
-                    f"arrays of the data changed in place between steps {first} and")
+                how = f"arrays of the data changed in place between steps {first} and"
+                if name == "extra":
+                    how = "a callback replaced extra at step"
                 got = f"a replay of steps {start.step + 1} to {end.step}, but {how} {last}"
                 expected = f"a checkpoint, or a step up to {first}"
                 raise StateError(name, "timeline", got, expected)
