@@ -277,3 +277,10 @@ def test_a_run_logs_how_much_of_its_devices_it_uses(layout, monkeypatch):
     monkeypatch.setattr(jax, "local_devices", lambda: [device, jax.devices()[0]])
     unknown(run)
     assert logged == {"peak_bytes": 7}
+
+
+@pytest.mark.parametrize("name", ["flops", "memory", "wire", "host"])
+@pytest.mark.parametrize("rate", [0, -1.0, float("nan")])
+def test_peaks_are_above_zero(name, rate):
+    with pytest.raises(ts.errors.HyperparameterError, match=f"{name} at Peaks: got {rate}"):
+        Peaks(**{"flops": 1e12, "memory": 1e11, "wire": 1e10, "host": 1e10, name: rate})

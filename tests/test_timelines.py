@@ -1,6 +1,7 @@
 """A run as a line of exact states: visited, explained, audited, compared."""
 
 import dataclasses
+import itertools
 import json
 import re
 import threading
@@ -651,6 +652,25 @@ def test_a_replay_after_a_rewind_does_not_take_replaced_arguments(tmp_path):
     line.at(calls=9)
     with pytest.raises(StateError, match="a callback replaced extra at step 11"):
         line.at(10)
+
+
+def test_a_line_of_an_own_loop_needs_the_position_of_the_data(tmp_path):
+    step, data, states = ts.train_step(toys.loss_fn, donate=False), ts.batches(toys.X, 8), {}
+    for name, options in (("a", lambda: {"data": data.get_state()}), ("b", dict)):
+        state = toys.state()
+        with ts.Checkpoints(tmp_path / name, keep_last=None) as checkpoints:
+            for batch in itertools.islice(data, 6):
+                state, _ = step(state, batch)
+                states[int(state.step)] = fingerprint(state)
+                if state.step % 3 == 0:
+                    checkpoints.save(state, **options())
+        data = ts.batches(toys.X, 8)
+    line = timeline(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8))
+    for k in (2, 4, 5):
+        assert fingerprint(line.at(k)) == states[k]
+    line = timeline(tmp_path / "b", step, toys.state, ts.batches(toys.X, 8))
+    with pytest.raises(StateError, match=r"checkpoints with \{\}, expected a position in each checkpoint"):
+        line.at(4)
 
 
 def test_a_state_that_the_script_cuts_has_exact_edits_or_saves(tmp_path):

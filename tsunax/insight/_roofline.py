@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from tsunax.errors import HyperparameterError
 from tsunax.insight import _cost, _memory
 
 
@@ -32,6 +33,12 @@ class Peaks:
     host: float
     source: str = "as given"
     cache: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("flops", "memory", "wire", "host"):
+            rate = getattr(self, name)
+            if not rate > 0:
+                raise HyperparameterError(name, "Peaks", rate, "a rate above 0, in a second")
 
 
 _SHEET = "its data sheet"

@@ -24,6 +24,7 @@ from tsunax.run.mailboxes import MOST_BYTES, mailbox_of
 from tsunax.timelines.comparing import SavedRun
 
 NO_ANSWER = "no answer"
+_WAIT = "seconds to wait for the answer; one request to a bucket may take longer"
 
 
 def main(arguments: list[str]) -> int:
@@ -33,7 +34,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("values", nargs="*", metavar="NAME=NUMBER", help="numbers, for adjust")
     parser.add_argument("run", help="the directory of a run, or its address in a bucket")
     parser.add_argument("--where", help="a pattern of params, for adjust, freeze and thaw")
-    parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the answer")
+    parser.add_argument("--wait", type=float, default=60.0, help=_WAIT)
     options = parser.parse_intermixed_args(arguments)
     try:
         if options.verb == "log":

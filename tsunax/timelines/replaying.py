@@ -166,6 +166,9 @@ def check_data(data: Any, saved_place: Mapping[str, Any] | None) -> None:
     if data is None and ("settings" in place or place.get("data") is not None):
         raise WrongTypeError("data", "timeline()", "None", WHOLE_SCRIPT)
     if isinstance(data, Batches) and "data" not in place:
+        if not {"epoch", "position"} <= place.keys():
+            got, fix = f"checkpoints with {place}", "checkpoints.save(state, data=data.get_state())"
+            raise StateError("data", "timeline()", got, "a position in each checkpoint", fix)
         data.afresh().set_state(place)  # DataError for another order
 
 
