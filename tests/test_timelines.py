@@ -655,16 +655,15 @@ def test_a_replay_after_a_rewind_does_not_take_replaced_arguments(tmp_path):
 
 
 def test_a_line_of_an_own_loop_needs_the_position_of_the_data(tmp_path):
-    step, data, states = ts.train_step(toys.loss_fn, donate=False), ts.batches(toys.X, 8), {}
-    for name, options in (("a", lambda: {"data": data.get_state()}), ("b", dict)):
-        state = toys.state()
+    step, states = ts.train_step(toys.loss_fn, donate=False), {}
+    for name, has_place in (("a", True), ("b", False)):
+        data, state = ts.batches(toys.X, 8), toys.state()
         with ts.Checkpoints(tmp_path / name, keep_last=None) as checkpoints:
             for batch in itertools.islice(data, 6):
                 state, _ = step(state, batch)
                 states[int(state.step)] = fingerprint(state)
                 if state.step % 3 == 0:
-                    checkpoints.save(state, **options())
-        data = ts.batches(toys.X, 8)
+                    checkpoints.save(state, **({"data": data.get_state()} if has_place else {}))
     line = timeline(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8))
     for k in (2, 4, 5):
         assert fingerprint(line.at(k)) == states[k]
