@@ -13,6 +13,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -717,8 +718,7 @@ def test_a_command_in_a_bucket_waits_for_one_run(memory):
     inbox.mailbox.prepare()
     assert "has ended" in inbox.read(name, "this start")["refused"]
     memory.fails_after(0, 1)  # the deletion
-    inbox.refuse_all("the run has ended")
-    inbox.mailbox.wait()
+    refuse_all(inbox.mailbox)
     memory.fails_after(0, 1)
     assert sender.take_answer(name) is None  # a network that fails is no answer
     assert sender.take_answer(name) == "refused: the run has ended"
@@ -729,14 +729,34 @@ def test_a_command_in_a_bucket_waits_for_one_run(memory):
     assert inbox.mailbox.names() == [] and path.keys("control/") == ["control/answer.json"]
     assert sender.send(b"repeated") == sender.send(b"repeated")  # as if the first answer was lost
     inbox.mailbox.look()
-    inbox.refuse_all("the run has ended")
-    inbox.mailbox.wait()
+    refuse_all(inbox.mailbox)
     other = sender.send(b"x" * 5000)
     inbox.mailbox.prepare()
     assert "refused" in inbox.read(inbox.mailbox.names()[0], "this start") and sender.take_answer(other) is None
     memory.fails_after(0, 10)
     inbox.mailbox.prepare()  # a network that fails: no command
     assert inbox.mailbox.names() == []
+
+
+def refuse_all(mailbox):
+    for name in mailbox.names():
+        mailbox.answer(name, "refused: the run has ended")
+    mailbox.wait()
+
+
+def test_a_bucket_that_does_not_reply_keeps_no_run_from_its_end(memory, monkeypatch):
+    monkeypatch.setattr(mailboxes, "MOST_SECONDS", 0.2)
+
+    def read(limit):
+        replied.wait(60)
+        raise OSError("the network failed")
+
+    replied, mailbox = threading.Event(), mailboxes.mailbox_of(Checkpoints(**IN_MEMORY, read_only=True).path)
+    mailbox.command = SimpleNamespace(read=read)
+    start = time.monotonic()
+    control.Control(mailbox, "this start", None, False).end(SimpleNamespace(restart=None), None)
+    assert 0.2 <= time.monotonic() - start < 5
+    replied.set()
 
 
 @pytest.mark.parametrize("lost", ["deleted", "taken"])

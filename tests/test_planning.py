@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tsunax as ts
-from tests import helpers
+from tests import helpers, toys
 from tsunax.errors import DeviceError, DoesNotFitError, HyperparameterError, WrongTypeError
 from tsunax.insight import Peaks, _cost, _memory, _roofline, find_accumulation, planning
 from tsunax.insight._layouts import Layout
@@ -284,3 +284,39 @@ def test_a_run_logs_how_much_of_its_devices_it_uses(layout, monkeypatch):
 def test_peaks_are_above_zero(name, rate):
     with pytest.raises(ts.errors.HyperparameterError, match=f"{name} at Peaks: got {rate}"):
         Peaks(**{"flops": 1e12, "memory": 1e11, "wire": 1e10, "host": 1e10, name: rate})
+
+
+def test_usage_counts_the_calls_of_an_accumulated_step():
+    step, x, rates = (
+        ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2)),
+        np.ones((64, 32), np.float32),
+        {},
+    )
+    for name, rule in (("plain", ts.rules.sgd(1e-6)), ("gathered", ts.rules.accumulate(ts.rules.sgd(1e-6), 4))):
+        state = ts.setup(rule, {"w": jnp.ones((32, 32))})
+        usage = ts.insight.usage(step, state, x[:8], peak=1e12)
+        steps, callbacks = 40 if name == "plain" else 10, [ts.callbacks.every(5, usage)]
+        _, history = ts.fit(
+            step, state, ts.batches(x, 8), steps=steps, callbacks=callbacks, log_every=5, progress=False
+        )
+        calls_a_second = history["mfu"] * 1e12 / usage.flops
+        rates[name] = (calls_a_second / history["steps_per_second"])[1:]  # the first row has no rate yet
+    np.testing.assert_allclose(rates["plain"], 1)
+    np.testing.assert_allclose(rates["gathered"], 4)
+
+
+def test_a_batch_has_the_micro_batches_of_its_step():
+    step, make = ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2), accumulate=4), toys.state
+    for rows in (10, 3):
+        with pytest.raises(
+            ts.errors.HyperparameterError, match=f"batch_size .*got {rows}, expected a multiple of accum"
+        ):
+            ts.plan(step, make, jax.ShapeDtypeStruct((1, 8), jnp.float32), rows, memory="1 GiB", vary="remat")
+
+
+@pytest.mark.parametrize(
+    ("temporary", "expected"),
+    [({}, None), ({64: 7}, None), ({64: 16}, 32), ({64: 16, 1: 9}, None), ({64: 39, 4: 9}, 2), ({64: 71, 8: 15}, 1)],
+)
+def test_the_size_within_the_cache_is_on_the_line_through_the_trials(temporary, expected):
+    assert planning._size_in_cache([1, 2, 4, 8, 16, 32, 64], temporary, 8) == expected

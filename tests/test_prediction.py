@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tsunax as ts
 from jax.sharding import PartitionSpec as P
+from tests import toys
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax.errors import LossError, StateError, WrongTypeError
 from tsunax.loop import predictions
@@ -156,3 +157,14 @@ def test_a_users_guard_of_transfers_stays_out(device):
     with jax.transfer_guard("disallow"):
         outputs = ts.predict(model, state, ts.batches(X, 10))
     assert_trees_equal(outputs, expected)
+
+
+@pytest.mark.parametrize("outputs", [None, {}, ()])
+def test_outputs_without_an_array_are_refused(outputs):
+    with pytest.raises(ts.errors.LossError, match=r"result at predict.*expected an array for each row"):
+        ts.predict(lambda params, x: outputs, toys.state(), ts.batches(toys.X, 8))
+
+
+def test_a_wrong_function_is_refused_before_the_first_batch():
+    with pytest.raises(ts.errors.WrongTypeError, match="f at predict"):
+        ts.loop.predictions(5, toys.state(), ts.batches(toys.X, 8))

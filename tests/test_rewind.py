@@ -1,6 +1,7 @@
 """A run that goes back to an earlier checkpoint: its bits, its files after a kill, its line."""
 
 import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -329,3 +330,16 @@ def test_the_batch_of_each_call_of_a_run_that_went_back(tmp_path, data_mode, aft
         np.testing.assert_array_equal(batch, toys.X[expected])
         assert fingerprint(line.at(calls=call)) == prints.by_calls[call] or call == after
     assert f"call {after + 1} of the run" in repr(line.explain(calls=after + 1))
+
+
+def test_a_second_rewind_after_as_many_calls_keeps_what_the_first_one_left(tmp_path):
+    """The user has deleted later checkpoints by hand, and the run makes the same steps again."""
+    callbacks = lambda: [back_after(11, back=3)]
+    a_run(tmp_path / "a", callbacks())
+    for folder in (tmp_path / "a").iterdir():
+        if folder.name.isdigit() and int(folder.name) > 4:
+            shutil.rmtree(folder)
+    _, state, _ = a_run(tmp_path / "a", callbacks())
+    assert int(state.step) == 20
+    left = sorted(x.name for x in (tmp_path / "a" / "left" / "11").iterdir())
+    assert "8" in left and len(left) == 2

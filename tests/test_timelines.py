@@ -4,8 +4,10 @@ import dataclasses
 import itertools
 import json
 import re
+import shutil
 import threading
 import time
+from hashlib import sha256
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ import pytest
 import tsunax as ts
 from tests import toys
 from tests.helpers import count_compiles, need
+from tsunax._core import durable_files
 from tsunax._core.tables import short
 from tsunax.checkpoints import edits, script_settings
 from tsunax.checkpoints._home import sum_of
@@ -861,17 +864,22 @@ class Sender(ts.callbacks.Part):
 
     every = 1
 
-    def __init__(self, folder, commands):
+    def __init__(self, folder, commands, wait=60.0):
         self.folder, self.commands, self.answers, self.threads = folder, dict(commands), [], []
+        self.wait = wait
 
     def at(self, run, events):
         if run.step in self.commands:
-            verb, values, where = self.commands.pop(run.step)
-            thread = threading.Thread(target=lambda: self.answers.append(ask(self.folder, verb, values, where)))
-            thread.start()
-            self.threads.append(thread)
-            while thread.is_alive() and not list((self.folder / "control").glob("*.json")):
-                time.sleep(1e-3)
+            self.send(*self.commands.pop(run.step))
+
+    def send(self, verb, values, where):
+        waiting = lambda: len(list((self.folder / "control").glob("*.json")))
+        count = waiting()
+        thread = threading.Thread(target=lambda: self.answers.append(ask(self.folder, verb, values, where, self.wait)))
+        thread.start()
+        self.threads.append(thread)
+        while thread.is_alive() and waiting() == count:
+            time.sleep(1e-3)
 
 
 def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch):
@@ -920,6 +928,150 @@ def test_a_run_without_an_evaluation_refuses_the_command(tmp_path, monkeypatch):
     for thread in sender.threads:
         thread.join()
     assert sender.answers == ["refused: the run has no evaluate="]
+
+
+class AlmostFull:
+    """A disk on which the first write of an answer fails, after it has made the file."""
+
+    def __init__(self, monkeypatch):
+        self.write, self.failures = durable_files.write, 0
+        monkeypatch.setattr(durable_files, "write", self)
+
+    def __call__(self, path, content):
+        if path.name.endswith(".answer.new") and not self.failures:
+            self.failures += 1
+            path.touch()
+            raise OSError(28, "No space left on device")
+        self.write(path, content)
+
+
+def test_a_command_is_obeyed_once_though_its_answer_does_not_fit_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(mailboxes.FolderMailbox, "look_seconds", 0.0)
+    disk, command = AlmostFull(monkeypatch), ("adjust", {"learning_rate": 0.02}, None)
+    sender = Sender(tmp_path / "a", {4: command, 9: ("status", {}, None)}, wait=1.0)
+    _, history = a_run(
+        tmp_path / "a", ts.train_step(toys.loss_fn), toys.state, ts.batches(toys.X, 8), callbacks=[sender]
+    )
+    for thread in sender.threads:
+        thread.join()
+    assert [x[1] for x in history.marks].count("command") == 1 == disk.failures
+    assert sorted(x[:9] for x in sender.answers) == ["no answer", '{"step": ']
+
+
+def test_commands_at_a_start_and_at_a_rewind_reach_the_run(tmp_path, monkeypatch):
+    """One waits before the run begins, one is undone by a rewind, one comes just before the rewind."""
+    monkeypatch.setattr(mailboxes.FolderMailbox, "look_seconds", 0.0)
+    sender = Sender(tmp_path / "a", {11: ("adjust", {"learning_rate": 0.02}, None)})
+
+    def goes_back(run):
+        if run.step == 12 and "done" not in run.memory:
+            run.memory["done"] = True
+            run.rewind(back=3, factor=1)
+
+    goes_back.outlives_rewinds = ("done",)
+    with ts.Checkpoints(tmp_path / "a", every=8, keep_last=None) as checkpoints:
+        (tmp_path / "a" / "control").mkdir()  # of an earlier start
+        sender.send("freeze", {}, "w")
+        state, history = ts.fit(
+            ts.train_step(toys.loss_fn), toys.state(), ts.batches(toys.X, 8), steps=20, checkpoint=checkpoints,
+            callbacks=[sender, ts.callbacks.every(1, goes_back)], progress=False,
+        )  # fmt: skip
+    for thread in sender.threads:
+        thread.join()
+    assert all(x.startswith("done at step") for x in sender.answers) and len(sender.answers) == 2
+    assert float(ts.hyperparams(state)["learning_rate"]) == np.float32(0.02) and "frozen" in repr(state)
+    assert [x[1] for x in history.marks].count("rewind") == 1
+
+
+def test_a_rewind_refuses_no_command_that_waits(tmp_path):
+    sender = Sender(tmp_path / "a", {11: ("stop", {}, None)})
+    step = ts.train_step(toys.loss_fn)
+
+    def goes_back(run):
+        if run.step == 12 and "done" not in run.memory:
+            run.memory["done"] = True
+            run.rewind(back=3, factor=1)
+            assert list((tmp_path / "a" / "control").glob("*.json"))
+        elif run.step == 12:
+            time.sleep(0.2)
+            assert not sender.answers
+
+    goes_back.outlives_rewinds = ("done",)
+    a_run(tmp_path / "a", step, toys.state, ts.batches(toys.X, 8), callbacks=[sender, ts.callbacks.every(1, goes_back)])
+    for thread in sender.threads:
+        thread.join()
+    assert sender.answers == ["refused: the run has ended"]
+
+
+def test_an_explanation_of_a_call_that_a_rewind_left_has_the_calls_before_it(tmp_path):
+    def edited(run):
+        if run.step == 10 and "done" not in run.memory:
+            run.memory["done"] = True
+            return ts.adjust(run.state, learning_rate=0.02)
+        if run.step == 15 and "back" not in run.memory:
+            run.memory["back"] = True
+            run.rewind(back=5)
+        return run.stop("enough") if run.step == 11 and run.state.calls > 15 else None
+
+    edited.outlives_rewinds = ("done", "back")
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    a_run(tmp_path / "a", step, toys.state, data(), callbacks=[ts.callbacks.every(1, edited)])
+    line = timeline(tmp_path / "a", step, toys.state, data())
+    left = line.explain(calls=15)
+    assert left.norm_steps == [*range(5, 16)] and [edit.step for edit in left.edits] == [10]
+    again = line.explain(calls=18)
+    assert again.norm_steps == [8, 9, 10, 11] and again.step == 11
+    assert line.explain(calls=5).norm_steps == [*range(1, 6)]
+
+
+def test_an_audit_over_replaced_arguments_is_refused(tmp_path):
+    loss_fn = lambda params, x, scale: scale * toys.loss_fn(params, x)
+    step, data, extra = ts.train_step(loss_fn), lambda: ts.batches(toys.X, 8), {"scale": 1.0}
+
+    def halved(run):
+        if run.step == 11:
+            extra["scale"] = 0.5
+
+    a_run(tmp_path / "a", step, toys.state, data(), callbacks=[ts.callbacks.every(1, halved)], extra=extra)
+    with pytest.raises(StateError, match="a callback replaced extra at step 11"):
+        timeline(tmp_path / "a", step, toys.state, data(), extra={"scale": 1.0}).audit(8, 16)
+
+
+def test_a_refused_branch_leaves_the_directory_to_its_user(tmp_path):
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    a_run(tmp_path / "a", step, toys.state, data())
+    with ts.Checkpoints(tmp_path / "b") as checkpoints:
+        checkpoints.save(toys.state())
+        checkpoints.wait()
+        with pytest.raises(CheckpointError, match="a directory without steps"):
+            timeline(tmp_path / "a", step, toys.state, data()).branch(8, tmp_path / "b")
+        checkpoints.save(toys.state())
+
+
+def test_a_run_that_cannot_be_read_hides_no_other_from_the_log(tmp_path):
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    for name in "abc":
+        a_run(tmp_path / name, step, toys.state, data(), steps=8)
+    manifest = tmp_path / "c" / "8" / "manifest.json"
+    manifest.write_text(text := manifest.read_text().replace('"format":1', '"format":9'))
+    manifest.with_suffix(".sha256").write_text(f"{sha256(text.encode()).hexdigest()}  manifest.json\n")
+    line = timeline(tmp_path / "a", step, toys.state, data())
+    line.branch(8, tmp_path / "d")
+    for folder in (tmp_path / "a").glob("8"):
+        shutil.rmtree(folder)
+    timeline(tmp_path / "d", step, toys.state, data()).branch(8, tmp_path / "a")  # parents of each other
+    with ts.Checkpoints(tmp_path / "own") as checkpoints:
+        checkpoints.save(toys.state(), history=[1, 2])
+    text = command_line.log(tmp_path)
+    assert all(re.search(rf"^ *{name}\b", text, re.MULTILINE) for name in ("a", "b", "c", "d", "own"))
+    assert re.search(r"^c .*cannot be read: .*format 9", text, re.MULTILINE)
+
+
+def test_bisect_needs_a_first_step_before_the_last(tmp_path):
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    a_run(tmp_path / "a", step, toys.state, data(), steps=8)
+    with pytest.raises(StateError, match="got 6 and high=2, expected a step below high"):
+        timeline(tmp_path / "a", step, toys.state, data()).bisect(lambda state: state.step > 1, 6, 2)
 
 
 def test_the_log_of_no_run_is_an_error(tmp_path, capsys):

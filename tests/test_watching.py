@@ -320,3 +320,9 @@ def test_a_profile_has_the_number_of_each_step(tmp_path):
     assert (9, "profile", str(tmp_path)) in history.marks
     with pytest.raises(HyperparameterError, match="first, last"):
         ts.callbacks.profile((5, 5), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["of", "numbers"])
+def test_nothing_to_watch_is_refused(name):
+    with pytest.raises(ts.errors.HyperparameterError, match=rf"{name} at Watch\(\): got \(\), expected some of"):
+        ts.Watch("**", **{name: ()})

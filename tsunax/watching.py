@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Function, PyTree, Where, checks, patterns, trees
+from tsunax.errors import HyperparameterError
 from tsunax.state import TrainState, master_params
 
 __all__ = ["Watch"]
@@ -83,6 +84,8 @@ class Watch:
         for name, choices in (("of", KINDS), ("numbers", NUMBERS)):
             value = getattr(self, name)
             value = (value,) if isinstance(value, str) else tuple(value)
+            if not value:
+                raise HyperparameterError(name, "Watch()", value, f"some of {', '.join(choices)}")
             for choice in value:
                 checks.check_choice(choice, "Watch()", name, choices)
             object.__setattr__(self, name, value)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from tsunax._core import Device, PyTree, device_kinds, placement, trees
 from tsunax.devices import meshes, selection
-from tsunax.errors import DeviceError, StateError, told
+from tsunax.errors import DeviceError, StateError, WrongTypeError, told
 
 _PARTS = ("moments", "average", "masters")
 
@@ -77,6 +77,9 @@ def _meshes(devices: Any, is_varied: bool) -> list[tuple[str, Callable[[Any], Me
             is_kind = device_kinds.kind_and_index(devices)[0] in device_kinds.KINDS
             devices = (selection.devices if is_kind else selection.topology)(devices)
         else:
+            if not isinstance(devices, Sequence):
+                got, expected = trees.describe(devices), "a list of devices, a mesh or a topology"
+                raise WrongTypeError("devices", "plan()", got, expected)
             devices = selection.devices(devices)
         count = len(devices)
         per_host = sum(device.process_index == devices[0].process_index for device in devices)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from tsunax._core import checks
 from tsunax.errors import HyperparameterError
 from tsunax.insight import _cost, _memory
 
@@ -37,7 +38,7 @@ class Peaks:
     def __post_init__(self) -> None:
         for name in ("flops", "memory", "wire", "host"):
             rate = getattr(self, name)
-            if not rate > 0:
+            if not (checks.is_real(rate) and 0 < rate < math.inf):
                 raise HyperparameterError(name, "Peaks", rate, "a rate above 0, in a second")
 
 

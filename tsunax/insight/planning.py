@@ -17,6 +17,7 @@ from typing import Any
 import jax
 
 from tsunax._core import Device, Extra, Function, PyTree, checks, tables, trees
+from tsunax.errors import HyperparameterError, WrongTypeError
 from tsunax.insight import _cost, _memory, _roofline
 from tsunax.insight._layouts import Layout, layouts_of
 from tsunax.insight._roofline import Peaks, Work
@@ -174,6 +175,21 @@ class Plan:
         return "\n".join(lines)
 
 
+def _size_in_cache(sizes: Sequence[int], temporary: Mapping[int, int], cache: float) -> int | None:
+    """The largest size with temporary values within the cache; None if all or no sizes have them.
+
+    They grow with the rows, along the line through the smallest and the largest measured size.
+    """
+    if not temporary or max(temporary.values()) <= cache:
+        return None
+    (smallest, low), (largest, high) = min(temporary.items()), max(temporary.items())
+    if smallest == largest:
+        smallest, low = 0, 0
+    slope = (high - low) / (largest - smallest)
+    sizes_within = [size for size in sizes if low + slope * (size - smallest) <= cache]
+    return max(sizes_within, default=None)
+
+
 _SECONDS = operator.attrgetter("seconds", "accumulate")
 
 
@@ -240,6 +256,9 @@ def plan(
     check_is_train_step(step, where)
     check_has_rows(example, where)
     batch_size = checks.check_count(batch_size, where, "batch_size")
+    if not isinstance(vary, Sequence):
+        expected = f"some of {', '.join(VARIABLES)}"
+        raise WrongTypeError("vary", where, trees.describe(vary), expected)
     for name in (vary := [vary] if isinstance(vary, str) else vary):
         checks.check_choice(name, where, "vary", VARIABLES)
     layouts, varied = layouts_of(state, devices, vary)
@@ -253,6 +272,9 @@ def plan(
         remats.insert(1, step.remat)
     sizes = sizes_of_micro_batches(batch_size, row_parts(first_state), where)
     if "accumulate" not in vary:
+        if batch_size % step.accumulate:
+            expected = f"a multiple of accumulate={step.accumulate}"
+            raise HyperparameterError("batch_size", where, batch_size, expected)
         sizes = [batch_size // step.accumulate]
     varied["remat"] = ", ".join(map(_remat_name, remats))
     varied["accumulate"] = ", ".join(str(batch_size // size) for size in reversed(sizes))
@@ -316,14 +338,12 @@ class _Candidates:
             return need
 
         trials = self.search.trials(sizes, need_of_size, len(sizes) - 1)
-        fitting = [(x.size, x.need.temporary) for x in trials if x.fits and x.need]
-        if self.peaks.cache and fitting:
-            # Temporary values grow with the rows: try a size at which they are within the cache.
-            largest_size, temporary = max(fitting)
-            share = self.peaks.cache / max(temporary, 1)
-            cached_sizes = [size for size in sizes if size <= share * largest_size]
-            if share < 1 and cached_sizes and cached_sizes[-1] not in works:
-                trials.append(self.search.trial(need_of_size, cached_sizes[-1]))
+        for _ in range(2):
+            temporary = {x.size: x.need.temporary for x in trials if x.fits and x.need}
+            size = _size_in_cache(sizes, temporary, self.peaks.cache)
+            if size is None or size in works:
+                break
+            trials.append(self.search.trial(need_of_size, size))
         return {trial.size: trial for trial in trials}, works
 
     def _measure(self, layout: Layout, step: TrainStep) -> tuple[_memory.Need, Work]:

@@ -1,7 +1,7 @@
 """How much of its devices a run of `fit` uses, as columns of its history."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -10,6 +10,7 @@ from tsunax._core import PyTree, checks, trees
 from tsunax.errors import HyperparameterError
 from tsunax.insight import _cost, _memory, _roofline
 from tsunax.program import TrainStep, check_is_train_step
+from tsunax.run.info_columns import most_calls
 from tsunax.state import TrainState
 
 
@@ -17,8 +18,10 @@ from tsunax.state import TrainState
 class Usage:
     """A callback of `fit`: see `usage`."""
 
-    flops: float  # products of a step, on all devices
+    flops: float  # products of a call, on all devices
     peak: float | None  # FLOP/s of all devices; None if it is unknown
+    # run, step and calls of the last row
+    last_row: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     def __call__(self, run: Any) -> None:
         stats = [device.memory_stats() or {} for device in jax.local_devices()]
@@ -27,7 +30,16 @@ class Usage:
             run.log(peak_bytes=max(peaks))
         rate = run.metrics.get("steps_per_second")
         if rate and self.peak:
-            run.log(mfu=rate * self.flops / self.peak)
+            run.log(mfu=rate * self._calls_per_step(run) * self.flops / self.peak)
+
+    def _calls_per_step(self, run: Any) -> float:
+        """Above 1 with `rules.accumulate`, and if calls were rejected since the last row."""
+        step, calls = run.step, most_calls(run.state)
+        old_run, old_step, old_calls = self.last_row or (None, 0, 0)
+        self.last_row[:] = run, step, calls
+        if old_run is not run or old_step >= step:
+            old_step = old_calls = 0
+        return (calls - old_calls) / max(step - old_step, 1)
 
 
 @checks.naming_arguments

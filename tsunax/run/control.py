@@ -52,10 +52,6 @@ class Inbox(Timer):
         except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             return {"refused": f"no command: {told(error)}"}
 
-    def refuse_all(self, reason: str) -> None:
-        for name in self.mailbox.names():
-            self.mailbox.answer(name, f"refused: {reason}")
-
 
 class Control(Part):
     """Obeys commands: the first part of a boundary, so that all other parts act on them."""
@@ -73,7 +69,10 @@ class Control(Part):
     def begin(self, run: Run) -> None:
         if processes.current().is_first:
             self.inbox.mailbox.prepare()
-            self.inbox.refuse_all("the run has ended that it was made for")
+            for name in self.inbox.mailbox.names():
+                command = self.inbox.read(name, self.lock_text)
+                if "refused" in command:
+                    self.inbox.mailbox.answer(name, f"refused: {command['refused']}")
 
     def due(self, run: Run, events: Any) -> bool:
         return self.inbox.is_due
@@ -119,10 +118,11 @@ class Control(Part):
         return f"done at step {run.step}"
 
     def end(self, run: Run, error: BaseException | None) -> None:
-        """Answer the commands that came too late."""
-        if processes.current().is_first:
+        """Answer the commands that came too late; after a rewind the run goes on."""
+        if processes.current().is_first and run.restart is None:
             self.inbox.mailbox.look()
-            self.inbox.refuse_all("the run has ended")
+            for name in self.inbox.mailbox.names():
+                self.inbox.mailbox.answer(name, "refused: the run has ended")
             self.inbox.mailbox.wait()
 
 
@@ -137,11 +137,13 @@ class Answers(Part):
 
     def at(self, run: Run, events: list[str]) -> None:
         answers, self.control.answers = self.control.answers, {}
+        if run.restart is not None:  # the rewind undoes the changes; then the run obeys again
+            return
         for name, text in answers.items() if processes.current().is_first else ():
             self.control.inbox.mailbox.answer(name, text)
 
 
 def status_of(run: Run) -> str:
     """The place of a run and its newest numbers, for a command."""
-    numbers = {name: x for name, x in run.metrics.items() if "/" not in name or "val" in name}
+    numbers = {name: x for name, x in run.metrics.items() if not name.startswith("watch/")}
     return json.dumps({"step": run.step, "epoch": run.epoch, **numbers})

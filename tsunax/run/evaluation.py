@@ -223,6 +223,12 @@ def predictions(
     if not callable(f) or isinstance(f, EvalStep | TrainStep):
         expected = "predict(lambda params, batch: ..., state, data)"
         raise WrongTypeError("f", "predict()", trees.describe(f), expected)
+    return _predictions(f, state, data, carry, extra)
+
+
+def _predictions(
+    f: Function, state: TrainState, data: Iterable[PyTree], carry: bool, extra: Extra
+) -> Iterator[PyTree]:
     _warn_of_rows(innermost(data))
     pads, has_mask = "mask" not in extra, "mask" in LossFn.of(f).names
     is_population = members_of(state) is not None
@@ -273,6 +279,9 @@ class _Model(EvalStep):
         if self.carry:
             outputs, model_state = outputs
             check_model_state(model_state, state.model_state)
+        if not jax.tree.leaves(outputs):
+            got, expected = trees.describe(outputs), "an array for each row, or a tree of arrays"
+            raise LossError("result", "predict()", got, expected)
         for place, x in trees.leaves_at("outputs", outputs):
             if np.shape(x)[:1] != (rows,):
                 got, expected = trees.describe(x), f"an array that leads with {rows} rows"

@@ -27,7 +27,8 @@ from tsunax.errors import CheckpointError
 
 MOST_BYTES = 4096  # the length of a command
 MOST_BYTES_OF_ANSWER = 1 << 16  # the numbers of `status` are the longest answer
-MOST_SECONDS = 30.0  # the end of a run waits for an answer at most: a bucket may never reply
+# The end of a run waits so long for a look, and for an answer: a bucket may never reply.
+MOST_SECONDS = 15.0
 _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}\.json", re.ASCII)
 
 
@@ -76,6 +77,8 @@ class FolderMailbox:
 
     def __init__(self, directory: Path) -> None:
         self.folder: Path = directory / durable_files.CONTROL
+        # commands that were obeyed, also those that a full disk keeps there without an answer
+        self.answered: set[str] = set()
 
     def prepare(self) -> None:
         with contextlib.suppress(OSError):
@@ -103,13 +106,14 @@ class FolderMailbox:
                 belongs_to_user = not hasattr(os, "getuid") or about.st_uid == os.getuid()
                 if _NAME.fullmatch(entry.name) and stat.S_ISREG(about.st_mode) and belongs_to_user:
                     names.append(entry.name)
-        return sorted(names)
+        return sorted({*names} - self.answered)
 
     def load(self, name: str) -> bytes:
         return durable_files.read(self.folder / name, MOST_BYTES)
 
     def answer(self, name: str, text: str) -> None:
         path = self._answer_path(name)
+        self.answered.add(name)
         with contextlib.suppress(OSError):
             if not path.exists():  # a run that was killed here before has answered
                 durable_files.write_whole(path, text.encode())
@@ -119,6 +123,9 @@ class FolderMailbox:
         return (self.folder / name).with_suffix(".answer")
 
     def send(self, content: bytes) -> str:
+        if not durable_files.is_real_directory(self.folder):
+            path, got = str(self.folder.parent), "a run that takes no commands yet"
+            raise CheckpointError("run", path, got, "a run of fit that has begun")
         name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}.json"
         durable_files.write_whole(self.folder / name, content)
         return name
@@ -144,13 +151,23 @@ class BucketMailbox:
         self.contents: dict[str, bytes] = {}  # {name: the command that the last look found}
         # the newest command with an answer, which stays if its deletion fails
         self.answered: str = ""
-        self._look: threading.Thread | None = None
+        self._looking: threading.Thread | None = None
         self._reply: threading.Thread | None = None
 
     def prepare(self) -> None:
         self.look()
 
     def look(self) -> None:
+        """Look in a thread, because a request may take until its limit of time."""
+        self._begin_look().join(MOST_SECONDS)
+        self._looking = None
+
+    def _begin_look(self) -> threading.Thread:
+        self._looking = threading.Thread(target=self._read, daemon=True)
+        self._looking.start()
+        return self._looking
+
+    def _read(self) -> None:
         self.contents = {}
         if self._reply is not None and self._reply.is_alive():
             return  # it deletes the command that this look would read
@@ -166,13 +183,10 @@ class BucketMailbox:
                 self.contents[name] = content
 
     def has_commands(self) -> bool | None:
-        """Look in a thread, because a request may take until its limit of time."""
-        if self._look is None:
-            self._look = threading.Thread(target=self.look, daemon=True)
-            self._look.start()
-        if self._look.is_alive():
+        looking = self._looking or self._begin_look()
+        if looking.is_alive():
             return None
-        self._look = None
+        self._looking = None
         return bool(self.contents)
 
     def names(self) -> list[str]:

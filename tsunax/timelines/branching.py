@@ -48,9 +48,9 @@ def branched(
     facts = {name: saved_script[name] for name in KEPT_FACTS if name in saved_script}
     parent = {"path": str(saved.checkpoints.path), "step": step, "edits": changes}
     facts |= {"parent": parent, "is_fresh": True, "has_ended": False, "edits": dump_edits(edits)}
+    if steps := Checkpoints(into, read_only=True).home.steps():  # without its lock
+        raise CheckpointError("into", "branch()", f"steps {steps}", "a directory without steps")
     with Checkpoints(into, keep_last=None) as new:
-        if steps := new.home.steps():
-            raise CheckpointError("into", "branch()", f"steps {steps}", "a directory without steps")
         history = history_until(saved.history(), step)
         history.mark("branch", step, ", ".join([f"of {saved.checkpoints.path}", *changes]))
         new._save(state, step, place, history.plain(), memory, {}, facts)

@@ -13,18 +13,20 @@ import json
 import math
 import secrets
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tsunax._core import StrPath, durable_files, tables
+from tsunax.checkpoints.leaves import Damaged
 from tsunax.checkpoints.saving import Checkpoints
-from tsunax.errors import CheckpointError, TsunaxError
+from tsunax.errors import CheckpointError, TsunaxError, told
 from tsunax.run.control import VERBS
 from tsunax.run.mailboxes import MOST_BYTES, mailbox_of
 from tsunax.timelines.comparing import SavedRun
 
 NO_ANSWER = "no answer"
-_WAIT = "seconds to wait for the answer; one request to a bucket may take longer"
 
 
 def main(arguments: list[str]) -> int:
@@ -34,7 +36,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("values", nargs="*", metavar="NAME=NUMBER", help="numbers, for adjust")
     parser.add_argument("run", help="the directory of a run, or its address in a bucket")
     parser.add_argument("--where", help="a pattern of params, for adjust, freeze and thaw")
-    parser.add_argument("--wait", type=float, default=60.0, help=_WAIT)
+    parser.add_argument("--wait", type=float, default=60.0, help="seconds to wait for the answer")
     options = parser.parse_intermixed_args(arguments)
     try:
         if options.verb == "log":
@@ -59,7 +61,8 @@ def ask(
     run: StrPath, verb: str, values: dict[str, float], where: str | None = None, wait: float = 60.0
 ) -> str:
     """The answer of the run under way in a directory. CheckpointError if there is none."""
-    directory = Checkpoints(run, read_only=True).path
+    end = time.monotonic() + wait
+    directory = Checkpoints(run, read_only=True, timeout=max(wait, 1.0)).path  # of each request
     command: dict[str, Any] = {"verb": verb, "values": values, "lock": _live_lock(directory)}
     command["token"] = secrets.token_hex(4)  # no two commands are the same
     content = json.dumps(command | ({} if where is None else {"where": where})).encode()
@@ -67,7 +70,6 @@ def ask(
         raise CheckpointError("command", verb, f"{len(content)} bytes", f"at most {MOST_BYTES}")
     mailbox = mailbox_of(directory)
     name = mailbox.send(content)
-    end = time.monotonic() + wait
     while time.monotonic() < end:
         if (answer := mailbox.take_answer(name)) is not None:
             return answer
@@ -84,13 +86,12 @@ def _live_lock(directory: Any) -> str:
     expected, fix = "a run under way", "Files alone: python -m tsunax log."
     path, is_live = directory / durable_files.LOCK, True
     try:
-        if isinstance(path, Path):
-            text = durable_files.read(path, 400).decode()
+        is_local = isinstance(path, Path)
+        text = (durable_files.read(path, 400) if is_local else path.read(400)[0]).decode()
+        is_live = "pid" in json.loads(text)
+        if is_live and is_local:
             with durable_files.opened(path) as file:
                 is_live = durable_files.is_locked(file)
-        else:
-            text = path.read(400)[0].decode()
-        is_live = is_live and "pid" in json.loads(text)
     except (OSError, ValueError):
         raise CheckpointError("run", str(directory), "no run", expected, fix) from None
     if not is_live:
@@ -109,6 +110,29 @@ def _runs_in(folder: StrPath) -> dict[str, str]:
     return {str(path / str(Path(key).parent)): str(Path(key).parent) for key in locks}
 
 
+@dataclass(frozen=True)
+class _LoggedRun:
+    """A run of the log, as its newest checkpoint tells."""
+
+    step: int | None  # None without a checkpoint
+    newest: dict[str, float]
+    lowest: dict[str, float]
+    edits: str
+    parent: Mapping[str, Any]
+
+    @classmethod
+    def read(cls, address: str) -> "_LoggedRun":
+        run = SavedRun(Checkpoints(address, read_only=True))
+        step, history = run.newest, run.history()
+        parent = {} if step is None else run.script(step).get("parent") or {}
+        newest = {name: history.last(name) for name in history.names
+                  if name == "loss" or "/" in name}  # fmt: skip
+        lowest = {name: min(filter(math.isfinite, history.series(name)[1]), default=math.nan)
+                  for name in newest if "loss" in name}  # fmt: skip
+        edits = ", ".join(parent.get("edits", [])) or str(len(run.edits()) or "")
+        return cls(step, newest, lowest, edits, parent)
+
+
 def log(folder: StrPath) -> str:
     """The runs in a directory and below as a tree: parents, edits, newest and best numbers.
 
@@ -117,29 +141,27 @@ def log(folder: StrPath) -> str:
     titles = _runs_in(folder)
     if not titles:
         raise CheckpointError("path", str(folder), "no run", "a directory of runs of fit")
-    runs = {address: SavedRun(Checkpoints(address, read_only=True)) for address in titles}
-    newest = {address: run.newest for address, run in runs.items()}
-    scripts = {x: runs[x].script(step) for x, step in newest.items() if step is not None}
-    parents = {address: script.get("parent") or {} for address, script in scripts.items()}
     rows = [["run", "step", "edits", "newest numbers", "lowest losses"]]
+    runs: dict[str, _LoggedRun] = {}
+    for address, title in titles.items():
+        try:
+            runs[address] = _LoggedRun.read(address)
+        except (TsunaxError, Damaged, OSError) as error:  # the other runs are listed all the same
+            rows.append([title, "", "", f"cannot be read: {told(error)}", ""])
+    remaining = {address: run for address, run in runs.items() if run.step is not None}
 
     def add(address: str, depth: int) -> None:
-        run, history = runs[address], runs[address].history()
-        parent = parents[address]
-        numbers = {name: history.last(name) for name in history.names
-                   if name == "loss" or "/" in name}  # fmt: skip
-        lowest = {name: min(filter(math.isfinite, history.series(name)[1]), default=math.nan)
-                  for name in numbers if "loss" in name}  # fmt: skip
-        origin = f" from step {parent['step']}" if parent else ""
-        edits = ", ".join(parent.get("edits", [])) or str(len(run.edits()) or "")
-        title = "  " * depth + titles[address] + origin
-        texts = [", ".join(tables.summary(row)) for row in (numbers, lowest)]
-        rows.append([title, str(newest[address]), edits, *texts])
-        for child in scripts:
-            if parents[child].get("path") == address:
+        run = remaining.pop(address)
+        origin = f" from step {run.parent['step']}" if run.parent else ""
+        numbers = [", ".join(tables.summary(x)) for x in (run.newest, run.lowest)]
+        rows.append(["  " * depth + titles[address] + origin, str(run.step), run.edits, *numbers])
+        for child in [x for x, run in remaining.items() if run.parent.get("path") == address]:
+            if child in remaining:
                 add(child, depth + 1)
 
-    for address in scripts:
-        if parents[address].get("path") not in scripts:
+    for address in [x for x, run in runs.items() if run.parent.get("path") not in runs]:
+        if address in remaining:
             add(address, 0)
+    while remaining:  # runs that are each other's parents
+        add(next(iter(remaining)), 0)
     return "\n".join(tables.aligned(rows, right=(1,)))

@@ -65,7 +65,7 @@ class SavedRun:
 
     def calls(self, step: int) -> int:
         """The calls of the state in a checkpoint."""
-        return max(int(np.max(clock[..., 1])) for clock in self.values(step).state)
+        return max((int(np.max(clock[..., 1])) for clock in self.values(step).state), default=0)
 
     def broken_links(self) -> list[str]:
         """The checkpoints with other contents than later checkpoints have links to."""
@@ -92,7 +92,8 @@ class SavedRun:
     def history(self) -> History:
         newest = self.newest
         saved = None if newest is None else self.values(newest).history
-        return History() if saved is None else History.of(saved)
+        is_of_fit = isinstance(saved, Mapping) and "rows" in saved
+        return History.of(saved) if is_of_fit else History()
 
     def is_looped(self) -> bool:
         """Whether the steps ran in a compiled loop; not with `steps_per_call=None`."""

@@ -149,6 +149,8 @@ class Timeline:
         before; the line that it prints says how many there were.
         """
         high = self._newest_step("bisect()") if high is None else high
+        if low >= high:
+            raise StateError("low", "bisect()", f"{low} and high={high}", "a step below high")
         start, replays = self._moment(low, None), 1
         for step, moment, expected in ((low, start, False), (high, self._moment(high, None), True)):
             if bool(test(moment.state)) is not expected:
@@ -168,10 +170,13 @@ class Timeline:
         """Why a step went as it did: a value that prints, and has `plot()`. See `Explanation`."""
         self._look()
         call = self._call(step, calls)
-        rows = rows_of(self._script.data, call.start.place, call.batch)
-        first = max(0, call.start.step - 10)
-        earlier = self._moment(first, None)
-        return explained(self._script, earlier, call, rows)
+        rows, start = rows_of(self._script.data, call.start.place, call.batch), call.start
+        with self._line_of(calls):
+            if calls is None:
+                earlier = self._reached(max(0, start.step - 10), None)
+            else:
+                earlier = self._reached(None, max(0, start.calls - 10), line_calls=calls)
+            return explained(self._script, earlier, call, rows)
 
     def audit(self, first: int | None = None, last: int | None = None) -> list[str]:
         """The leaves that differ at the checkpoint `last` after a replay from `first`; [] for none.
@@ -197,6 +202,7 @@ class Timeline:
         if not starts_with(edits, self.saved.edits(first)):
             got = f"{first} and {last}, which have other edits"
             raise StateError("steps", "audit()", got, "checkpoints of one record of edits")
+        self._check_untold_changes(start, last, calls)
         with self._with_edits(edits):
             end = self._advanced(start, None, calls)
         return self.saved.checkpoints._changed_leaves(last, end.state)
@@ -302,7 +308,7 @@ class Timeline:
         line_calls = calls if line_calls is None else line_calls
         start = self._start(count, line_calls, near)
         moment = self._script.edited(self._advanced(start, step, calls))
-        self._check_untold_changes(start, moment)
+        self._check_untold_changes(start, moment.step, moment.calls)
         return moment
 
     def _checked_count(self, step: int | None, calls: int | None) -> int:
@@ -315,15 +321,15 @@ class Timeline:
             raise StateError(name, "timeline", count, f"at most {limit}, of the newest checkpoint")
         return count
 
-    def _check_untold_changes(self, start: Moment, end: Moment) -> None:
+    def _check_untold_changes(self, start: Moment, end_step: int, end_calls: int) -> None:
         """Raise StateError if `extra` or data had changed before a call of the replay."""
         changes = self.saved.script(self._newest_step("timeline")).get("untold_changes", {})
         for name, (first, calls, last) in changes.items():
-            if end.calls > max(start.calls, calls):
+            if end_calls > max(start.calls, calls):
                 how = f"arrays of the data changed in place between steps {first} and"
                 if name == "extra":
                     how = "a callback replaced extra at step"
-                got = f"a replay of steps {start.step + 1} to {end.step}, but {how} {last}"
+                got = f"a replay of steps {start.step + 1} to {end_step}, but {how} {last}"
                 expected = f"a checkpoint, or a step up to {first}"
                 raise StateError(name, "timeline", got, expected)
 
@@ -397,7 +403,7 @@ class Timeline:
 
     def _compare_settings(self, state: PyTree, saved_script: Any) -> None:
         """Warn once of settings of the script that differ from the saved ones."""
-        if self._has_compared:
+        if self._has_compared or self._script.step is None:
             return
         self._has_compared, script = True, self._script
         facts = script_settings.script_of(script.step, state, script.data, script.extra)
