@@ -99,8 +99,12 @@ def _length_of(batches: PyTree) -> int:
     """The length of the first axis that all arrays of a tree share. Raises StateError."""
     shapes = {np.shape(x)[:1] for x in jax.tree.leaves(batches)}
     if len(shapes) != 1 or shapes == {()} or shapes == {(0,)}:
-        got = ", ".join(trees.describe(x) for x in jax.tree.leaves(batches)[:4]) or "no arrays"
-        raise StateError("batches", "run_steps()", got, "arrays with one first axis, of steps")
+        raise StateError(
+            "batches",
+            "run_steps()",
+            got=", ".join(trees.describe(x) for x in jax.tree.leaves(batches)[:4]) or "no arrays",
+            expected="arrays with one first axis, of steps",
+        )
     return next(iter(shapes))[0]
 
 

@@ -217,9 +217,13 @@ class Feed:
             got = "ts.batches(...)" if is_of_batches else f"a {type(data).__name__}"
             got = "no data" if isinstance(data, NoData) else got
             saved = "ts.batches(...)" if is_for_batches else "data of another kind"
-            expected = f"{saved}, with which the checkpoint was saved"
-            fix = "Give the data of that run; or start another one, with another path."
-            raise DataError("data", "fit()", got, expected, fix)
+            raise DataError(
+                "data",
+                "fit()",
+                got=got,
+                expected=f"{saved}, with which the checkpoint was saved",
+                fix="Give the data of that run; or start another one, with another path.",
+            )
         self._reading.restore(place, fast_forward)
         self._place, self._has_ended = None, False
         settings, saved_settings = _settings_of(data), place.get("settings")
@@ -289,9 +293,13 @@ def check_is_lasting(place: Mapping[str, Any]) -> None:
     A loader that compares it refuses the place in the next process.
     """
     if address := re.search(r"<[^<>]{1,80} at 0x[0-9a-fA-F]+>", repr(place)):
-        expected = "a text that is the same in the next process, which resumes there"
-        fix = "Give its class a __repr__."
-        raise DataError("position of the data", "fit()", address[0], expected, fix)
+        raise DataError(
+            "position of the data",
+            "fit()",
+            got=address[0],
+            expected="a text that is the same in the next process, which resumes there",
+            fix="Give its class a __repr__.",
+        )
 
 
 class Caller:

@@ -384,8 +384,12 @@ class Fit:
         if isinstance(run.info, info_columns.StatesInfo):
             clock, run.info = run.info.clock, run.info.info
             if has_clock and int(clock[0]) != run.step:
-                got, expected = f"a run at step {clock[0]}", f"{run.step}: one run.advance() a call"
-                raise StateError("state", "step", got, expected)
+                raise StateError(
+                    "state",
+                    "step",
+                    got=f"a run at step {clock[0]}",
+                    expected=f"{run.step}: one run.advance() a call",
+                )
         rejections.by_member = rejected[n - 1]
         try:
             for part in self.parts:
@@ -413,7 +417,12 @@ class Fit:
         held_numbers = self.held_numbers.columns_of(run.state)
         reserved = {*OF_ROWS, *OF_FIT, *named, *held_numbers}
         if reserved_names := [name for name in info_columns.user_names(infos) if name in reserved]:
-            got, fix = "a name that fit reserves", "Rename the metric."
-            raise RowError(f"metric {reserved_names[0]!r}", "loss_fn", got, "another name", fix)
+            raise RowError(
+                f"metric {reserved_names[0]!r}",
+                "loss_fn",
+                got="a name that fit reserves",
+                expected="another name",
+                fix="Rename the metric.",
+            )
         run.row_names.update(columns, held_numbers)
         return columns, rates | held_numbers

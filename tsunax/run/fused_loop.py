@@ -244,8 +244,13 @@ class Fused:
         new, info = self._call_step(run, batch, extra)
         _check_same(run, new)
         if new.clock is run.clock:
-            got, fix = "a run that counts no call", "End it: return run.advance(...), info."
-            raise StateError("state", "step", got, "one with a call more", fix)
+            raise StateError(
+                "state",
+                "step",
+                got="a run that counts no call",
+                expected="one with a call more",
+                fix="End it: return run.advance(...), info.",
+            )
         return new, info
 
     def _call_step(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:

@@ -374,8 +374,12 @@ def check_names(row: Iterable[Any], where: str = "row") -> None:
     """
     for name in row:
         if name in ("", "step", "run_id") or not (isinstance(name, str) and name.isprintable()):
-            expected = "a printable name like 'loss' or 'val/loss', not 'step' or 'run_id'"
-            raise RowError("name of a number", where, ascii(name), expected)
+            raise RowError(
+                "name of a number",
+                where,
+                got=ascii(name),
+                expected="a printable name like 'loss' or 'val/loss', not 'step' or 'run_id'",
+            )
 
 
 def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:

@@ -209,9 +209,12 @@ class BucketMailbox:
             with contextlib.suppress(OSError, ValueError):
                 if self.command.read(MOST_BYTES)[0] == content:
                     return durable_files.sha256(content)
-            fix = "The run answers it at its next look, or at its next start."
             raise CheckpointError(
-                "command", str(self.command), "another command that waits", "none", fix
+                "command",
+                str(self.command),
+                got="another command that waits",
+                expected="none",
+                fix="The run answers it at its next look, or at its next start.",
             ) from None
         return durable_files.sha256(content)
 

@@ -153,8 +153,9 @@ class Rejections:
         # another member may have applied its update
         when = "after" if isinstance(run.state, States) or self.is_population else "before"
         when = f"{later_calls} calls after" if later_calls else when
-        text = f"{summary}. `error.state` is the state {when} it.{hint}"
-        raise NonFiniteError(text, run.state, run.info)
+        raise NonFiniteError(
+            f"{summary}. `error.state` is the state {when} it.{hint}", run.state, got=run.info
+        )
 
 
 def _reason(parts: list[tuple[str, TrainState, StepInfo]]) -> str:

@@ -32,8 +32,12 @@ class Rewind:
     def check(self, run: Any) -> None:
         """Raise unless this run can go back now. See `Run.rewind`."""
         if not isinstance(run.state, COUNTED):
-            got = trees.describe(run.state)
-            raise StateError("state", "run.rewind()", got, "a TrainState or States")
+            raise StateError(
+                "state",
+                "run.rewind()",
+                got=trees.describe(run.state),
+                expected="a TrainState or States",
+            )
         rewinds.check_can_rewind(run.saver, run.step)
         slowed(run.state, self.factor)
 
@@ -53,6 +57,11 @@ def slowed(state: Any, factor: float) -> Any:
     numbers = hyperparams(state)
     names = [name for name in numbers if name.partition("@")[0].endswith("learning_rate")]
     if not names:
-        got, expected = f"{', '.join(numbers) or 'no live numbers'}", "a live learning rate"
-        raise HyperparameterError("rule", "run.rewind()", got, expected, "Or give factor=1.")
+        raise HyperparameterError(
+            "rule",
+            "run.rewind()",
+            got=f"{', '.join(numbers) or 'no live numbers'}",
+            expected="a live learning rate",
+            fix="Or give factor=1.",
+        )
     return adjust(state, **{name: numbers[name] * factor for name in names})

@@ -62,8 +62,12 @@ def go_back(saving: Any, run: Run) -> Restored:
     `saving` is the part that saves the run.
     """
     if counts_calls(run.state):
-        got, expected = "a population", "a TrainState or States with steps that are not its calls"
-        raise StateError("state", "run.rewind()", got, expected)
+        raise StateError(
+            "state",
+            "run.rewind()",
+            got="a population",
+            expected="a TrainState or States with steps that are not its calls",
+        )
     request, saver, calls = run.rewinding, saving.saver, most_calls(run.state)
     restored = rewinds.newest_before(saver, run.step, request.back, saving.like)
     step: Any = restored.step
@@ -163,14 +167,19 @@ class rewind:
         if isinstance(self.when, str):
             checks.check_choice(self.when, "rewind()", "when", ("spike", "rejected"))
         elif not callable(self.when):
-            expected = "'spike', 'rejected' or f(run)"
-            raise WrongTypeError("when", "rewind()", trees.describe(self.when), expected)
+            raise WrongTypeError(
+                "when",
+                "rewind()",
+                got=trees.describe(self.when),
+                expected="'spike', 'rejected' or f(run)",
+            )
 
     def __call__(self, run: Run) -> None:
         scales = [s.loss_scale for s in training_states(run.state).values()]
         if run.event == "start" and self.when == "rejected" and scales.count(None) < len(scales):
-            got, expected = "'rejected' with a loss scale", "'spike' or f(run)"
-            raise HyperparameterError("when", "rewind()", got, expected)
+            raise HyperparameterError(
+                "when", "rewind()", got="'rejected' with a loss scale", expected="'spike' or f(run)"
+            )
         if run.event in ("start", "end") or not self._is_due(run):
             return
         count = run.memory.get("rewinds", 0) + 1

@@ -46,9 +46,13 @@ class Rejected:
         """
         check_state(state, "Rejected.of()")
         if exact and int(state.step) != self.step:
-            got, expected = f"step {int(state.step)}", f"that of step {self.step}, where it was"
-            fix = "Take of(state, exact=False), or end the run at the first one: max_bad=1."
-            raise StateError("state", "Rejected.of()", got, expected, fix)
+            raise StateError(
+                "state",
+                "Rejected.of()",
+                got=f"step {int(state.step)}",
+                expected=f"that of step {self.step}, where it was",
+                fix="Take of(state, exact=False), or end the run at the first one: max_bad=1.",
+            )
         fields: dict[str, Any] = {"calls": self.calls}
         if self.loss_scale is not None and state.loss_scale is not None:
             scale = np.float32(self.loss_scale)
@@ -142,9 +146,13 @@ class Run:
     def check_own(self, numbers: Mapping[str, Any], where: str) -> None:
         """Raise RowError for a name that the rows of training have: a column has one meaning."""
         if taken_names := [name for name in numbers if name in self.row_names]:
-            got, expected = "a name of the training rows", "a name of its own"
-            fix = "Name it: 'val/loss', or ts.evaluate(eval_step, state, {'val': data})."
-            raise RowError(repr(taken_names[0]), where, got, expected, fix)
+            raise RowError(
+                repr(taken_names[0]),
+                where,
+                got="a name of the training rows",
+                expected="a name of its own",
+                fix="Name it: 'val/loss', or ts.evaluate(eval_step, state, {'val': data}).",
+            )
 
     def replace_state(self, state: PyTree, source: str) -> None:
         """Go on with another state. The source is the callback or the command that made it."""

@@ -269,8 +269,12 @@ def check_returned(new: Any, run: Run) -> None:
     """Raise unless `new` is a state like the run's; rules, numbers and freezes may differ."""
     old, fix = run.state, "A callback keeps the structure of the state."
     if type(new) is not type(old):
-        expected = f"a {type(old).__name__}, or nothing"
-        raise WrongTypeError("result", "callback", trees.describe(new), expected)
+        raise WrongTypeError(
+            "result",
+            "callback",
+            got=trees.describe(new),
+            expected=f"a {type(old).__name__}, or nothing",
+        )
     old_states, new_states = training_states(old), training_states(new)
     if not old_states or old_states.keys() != new_states.keys():
         checks.check_like("state", new, old, fix)
