@@ -166,7 +166,8 @@ class Source:
                 f"epoch {self.epoch}",
                 got=f"no batch at all, {self._count_read} in earlier epochs",
                 expected="at least one",
-                fix="A generator can be read once: give a list, ts.batches(...) or a grain dataset.",
+                fix="A generator can be read once: give a list, ts.batches(...) or a "
+                "grain dataset.",
             )
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0

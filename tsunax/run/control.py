@@ -110,7 +110,10 @@ class Control(Part):
         except (TsunaxError, TypeError, ValueError) as error:
             return f"refused: {told(error)}"
         if verb == "status":
-            return status_of(run)
+            numbers = {
+                name: x for name, x in run.metrics.items() if "/" not in name or "val" in name
+            }
+            return json.dumps({"step": run.step, "epoch": run.epoch, **numbers})
         if verb == "stop":
             run.stop("command stop")
         elif verb in ("save", "evaluate"):
@@ -139,9 +142,3 @@ class Answers(Part):
         answers, self.control.answers = self.control.answers, {}
         for name, text in answers.items() if processes.current().is_first else ():
             self.control.inbox.mailbox.answer(name, text)
-
-
-def status_of(run: Run) -> str:
-    """The place of a run and its newest numbers, for a command."""
-    numbers = {name: x for name, x in run.metrics.items() if "/" not in name or "val" in name}
-    return json.dumps({"step": run.step, "epoch": run.epoch, **numbers})

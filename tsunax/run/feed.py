@@ -29,7 +29,7 @@ from tsunax.data.positions import Data, Positioned, innermost
 from tsunax.errors import DataError, warn
 from tsunax.program import TrainStep
 from tsunax.run import chunks, fused_loop, info_columns
-from tsunax.run.chunks import NO_LIMIT, Chunk, Demand, Feeder, Limits
+from tsunax.run.chunks import NO_LIMIT, Chunk, Feeder, Limits
 from tsunax.states import COUNTED, members_of
 
 # A call has room for `steps_per_call` batches up to this; above it only for the steps of the run.
@@ -171,15 +171,15 @@ class Feed:
         can_look_ahead = not isinstance(data, NoData) and (source.restartable or source.resumable)
         return looks_ahead and can_look_ahead and source.next_is_end()
 
-    def take(self, steps: int, state: PyTree, step: int, limit: int = NO_LIMIT) -> Chunk | None:
-        """The next batches, all of one shape; None at the end of an epoch. See `Demand`."""
+    def take(self, steps: int, state: PyTree, step: int) -> Chunk | None:
+        """The next batches, all of one shape; None at the end of an epoch."""
         if self._may_have_moved:
             home, self._may_have_moved = placement.state_sharding(state), False
             if home != self._home:
                 data, old_home, self._home = self.source.data, self._home, home
                 if _is_resident(data, home) != _is_resident(data, old_home):
                     self._feeder = self._choose(home)
-        chunk = self._feeder.take(Demand(steps, self._home, step, limit))
+        chunk = self._feeder.take(steps, self._home, step)
         self._has_ended = chunk is None
         self._place = None if isinstance(self.source.data, Data) else self.source.state()
         self._reading.follow(was_read=True)
@@ -331,18 +331,23 @@ class Caller:
             placed = placement.place_extra(new, state)
             self._user_extra, self.extra = new, placed
 
-    def take(self, n: int, state: PyTree, step: int, limit: int = NO_LIMIT) -> Chunk | None:
+    def take(self, n: int, state: PyTree, step: int) -> Chunk | None:
         """The batches of a call after `step`, n at most; None at the end of an epoch."""
-        chunk = self.feed.take(n, state, step, limit)
+        chunk = self.feed.take(n, state, step)
         self.agreement.chunk(step + 1, chunk, self.feed.source)
         return chunk
 
-    def call(self, state: PyTree, chunk: Chunk, step: int) -> tuple[PyTree, Any]:
-        """The state after these batches, and their infos, which may not be computed yet."""
+    def call(
+        self, state: PyTree, chunk: Chunk, step: int, limit: int = NO_LIMIT
+    ) -> tuple[PyTree, Any]:
+        """The state after these batches, and their infos, which may not be computed yet.
+
+        The call ends early after `limit` rejected steps in a row.
+        """
         # A profile numbers each call by its first step.
         annotation = jax.profiler.StepTraceAnnotation("train", step_num=step + 1)
-        if chunk.n is not None:
-            arguments = state, chunk.feed, chunk.n, self.extra
+        if not isinstance(chunk.feed, fused_loop.Single):
+            arguments = state, chunk.feed, chunks.count_of(chunk.steps, limit), self.extra
             self.agreement.program(self.loop.trace, *arguments)
             with annotation:
                 return self.loop(*arguments)

@@ -19,18 +19,18 @@ import jax
 import numpy as np
 
 from tsunax._core import Function, PyTree, Step, processes
-from tsunax._core.cadence import Cadence, Timer
+from tsunax._core.cadence import Timer
 from tsunax._core.interrupts import Interrupt
 from tsunax.errors import RowError, StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import info_columns
-from tsunax.run.chunks import NO_LIMIT, Chunk, epochs_of
+from tsunax.run.chunks import Chunk, epochs_of
 from tsunax.run.feed import Call, Caller, Feed
-from tsunax.run.history import Pace
+from tsunax.run.history import OF_FIT, OF_ROWS, Pace
 from tsunax.run.options import Options
 from tsunax.run.part import Part
 from tsunax.run.rejections import Rejections
-from tsunax.run.run import INTERRUPTED, OF_FIT, OF_ROWS, Beginning, Run, with_state
+from tsunax.run.run import INTERRUPTED, Beginning, Run, with_state
 from tsunax.state import own
 from tsunax.step import StepInfo
 
@@ -81,21 +81,6 @@ class Fit:
         self.trace_count: int = self.count_traces()  # at the last dispatch of calls
         self.witnessed_state: PyTree = None  # the state before a call that has witnesses
 
-    def compare(self) -> None:
-        """Compare the processes of the run."""
-        options = self.options
-        settings = {
-            "options": options.deciding(),
-            # parts with a cadence: the same on all processes
-            "parts": [
-                [type(p).__name__, str(p.cadence)] for p in self.parts if p.cadence != Cadence()
-            ],
-            "place": self.feed.source.state(),
-        }
-        functions = {"step": self.step, "evaluate": options.evaluate}
-        trees = {"state": self.run.state, "extra": dict(options.extra)}
-        self.agreement.start(functions | {"callbacks": [*options.callbacks]}, trees, **settings)
-
     def begin(self) -> None:
         """Hold the first boundary of the run."""
         run, is_stopped = self.run, bool(self.run.stopped)
@@ -119,7 +104,7 @@ class Fit:
         # A compiled loop ends by itself at too many rejections. Single calls (steps_per_call=None)
         # are read to count rejections: first all but the last, so that the device has work.
         for leave in (1, 0) if self.options.steps_per_call is None else ():
-            if self.rejections.may_end(len(self.unread)):
+            if self.rejections.in_a_row + len(self.unread) >= self.rejections.max_bad:
                 self.read(leave)
         run = self.run
         is_complete = self.options.goal.reached(run.step, self.feed.epoch) or run.stopped
@@ -161,16 +146,16 @@ class Fit:
         The number of its steps is the least of `per_call()`, `steps_to_boundary()`, the room of a
         call (`chunks.buffer_size`), and the rest of an epoch.
         """
-        run, step, limit = self.run, self.newest_step, self.rejections.limit or NO_LIMIT
+        run, step = self.run, self.newest_step
         most_steps = int(min(self.per_call(), self.steps_to_boundary()))
         # nothing is under way before a call with witnesses, because a boundary comes before
         most_steps = 1 if run.witnesses else most_steps
         with self.reading_data():
-            chunk = self.caller.take(most_steps, run.state, step, limit)
+            chunk = self.caller.take(most_steps, run.state, step)
         if chunk is None:
             return False
         self.witnessed_state = jax.tree.map(own, run.state) if run.witnesses else None
-        run.state, infos = self.caller.call(run.state, chunk, step)
+        run.state, infos = self.caller.call(run.state, chunk, step, self.rejections.limit)
         self.unread.append(Call(chunk, infos))
         self.steps_ahead += chunk.steps
         return True

@@ -12,7 +12,7 @@ import numpy as np
 from tsunax._core import Function, PyTree, Scalar, TreeDef, tables
 from tsunax.errors import RowError
 from tsunax.rules.number_table import Numbers
-from tsunax.run.run import OF_FIT
+from tsunax.run.history import OF_FIT
 from tsunax.states import COUNTED, States, check_local_members, numbers_of, training_states
 from tsunax.step import StepInfo
 

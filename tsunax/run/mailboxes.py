@@ -20,7 +20,7 @@ import stat
 import threading
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from tsunax._core import durable_files
 from tsunax.errors import CheckpointError
@@ -31,48 +31,17 @@ MOST_SECONDS = 30.0  # the end of a run waits for an answer at most: a bucket ma
 _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}\.json", re.ASCII)
 
 
-class Mailbox(Protocol):
-    """The side of a run, and the side of senders."""
-
-    #: Seconds between two looks of a run. A shorter time would cost a slow disk, or requests, more,
-    #: with a longer one people would send their command again.
-    look_seconds: float
-    #: Seconds between two looks of a sender for its answer.
-    seconds_between_questions: float
-
-    def prepare(self) -> None: ...
-
-    def has_commands(self) -> bool | None:
-        """Whether commands wait; None while that is being found out."""
-
-    def look(self) -> None:
-        """Find out now whether commands wait."""
-
-    def wait(self) -> None:
-        """Wait until the last answer is written."""
-
-    def names(self) -> list[str]:
-        """The commands in their order."""
-        ...
-
-    def load(self, name: str) -> bytes: ...
-
-    def answer(self, name: str, text: str) -> None:
-        """Write the answer to a command, and delete the command."""
-
-    def send(self, content: bytes) -> str:
-        """Write a command; its name. CheckpointError if an earlier command keeps it out."""
-        ...
-
-    def take_answer(self, name: str) -> str | None:
-        """The answer to a command, once it is there."""
-
-
 class FolderMailbox:
-    """Files in the `control` folder of a run's directory; the folder belongs to the run's user."""
+    """Files in the `control` folder of a run's directory; the folder belongs to the run's user.
 
+    A run calls `prepare`, `has_commands`, `names`, `load` and `answer`, and at its end `look` and
+    `wait`. A sender calls `send`, and then `take_answer` until it is there.
+    """
+
+    # Seconds between two looks of a run. A shorter time would cost a slow disk, or requests, more,
+    # with a longer one people would send their command again.
     look_seconds: float = 10.0
-    seconds_between_questions: float = 0.05
+    seconds_between_questions: float = 0.05  # of a sender for its answer
 
     def __init__(self, directory: Path) -> None:
         self.folder: Path = directory / durable_files.CONTROL
@@ -83,7 +52,8 @@ class FolderMailbox:
             if durable_files.is_real_directory(self.folder):  # a link may lead anywhere
                 os.chmod(self.folder, 0o700)
 
-    def has_commands(self) -> bool:
+    def has_commands(self) -> bool | None:
+        """Whether commands wait; None while that is being found out."""
         return bool(self.names())
 
     def look(self) -> None:
@@ -109,6 +79,7 @@ class FolderMailbox:
         return durable_files.read(self.folder / name, MOST_BYTES)
 
     def answer(self, name: str, text: str) -> None:
+        """Write the answer to a command, and delete the command."""
         path = self._answer_path(name)
         with contextlib.suppress(OSError):
             if not path.exists():  # a run that was killed here before has answered
@@ -119,6 +90,7 @@ class FolderMailbox:
         return (self.folder / name).with_suffix(".answer")
 
     def send(self, content: bytes) -> str:
+        """Write a command; its name. CheckpointError if an earlier command keeps it out."""
         name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}.json"
         durable_files.write_whole(self.folder / name, content)
         return name
@@ -227,7 +199,10 @@ class BucketMailbox:
         return None
 
 
+Mailbox: TypeAlias = FolderMailbox | BucketMailbox
+
+
 def mailbox_of(directory: Any) -> Mailbox:
     """The mailbox of a run's directory: a local path, or the address of a bucket."""
-    kind = FolderMailbox if isinstance(directory, Path) else BucketMailbox
-    return kind(directory)
+    is_local = isinstance(directory, Path)
+    return FolderMailbox(directory) if is_local else BucketMailbox(directory)

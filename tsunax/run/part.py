@@ -43,9 +43,9 @@ class Part:
     #: The names in `run.memory` that a rewind does not reset.
     outlives_rewinds: tuple[str, ...] = ()
 
-    @property
+    @functools.cached_property
     def cadence(self) -> Cadence:
-        """The parsed `every`, which a user may change between two runs."""
+        """The parsed `every`. A run of `fit` parses it anew."""
         return cadence_of(self.every, type(self).__name__, "every")
 
     @functools.cached_property

@@ -14,14 +14,11 @@ import numpy as np
 
 from tsunax._core import Function, PyTree, Scalar, trees
 from tsunax.errors import RowError, StateError
-from tsunax.run.history import History, check_names, check_row
+from tsunax.run.history import OF_FIT, OF_ROWS, History, check_names, check_row
 from tsunax.run.options import Options
 from tsunax.run.part import EachBoundary, blamed
 from tsunax.state import TrainState, check_state
 
-# Names of rows that `fit` fills: no metric may have such a name.
-OF_ROWS = ("loss", "grad_norm", "update_norm", "loss_scale", "dropped", "weight", "step")
-OF_FIT = ("epoch", "rejected", "steps_per_second", "examples_per_second")
 INTERRUPTED = "interrupted"  # the reason of a run that a signal ended
 REWIND = "rewind "  # the beginning of a request to go back, for other processes
 MOST_REJECTED = 3  # calls that are kept, each with its batch on the host
@@ -183,7 +180,7 @@ class Run:
         Raises CheckpointError without an earlier checkpoint on a disk, StateError for a population,
         because its steps are calls, HyperparameterError for a rule without a live learning rate.
         """
-        from tsunax.run.rewind_request import Rewind
+        from tsunax.run.rewinding import Rewind
 
         request = Rewind(back, factor, data)
         request.check(self)

@@ -221,18 +221,9 @@ class Saving(EachBoundary):
         key = run.step, place["epoch"], place["position"]
         is_new = self.saved != key
         if is_end or must_save or (is_new and (due or self._is_best(run))):
+            self.saved = key
             with self.options.clock("checkpoint"):
-                self.saved = key
                 run.rows.sync()
-                facts = self._ending(run, is_end) | {"has_open_row": run.rows.is_open}
-                is_fresh = self.was_fresh if run.has_made_step is None else run.has_made_step
-                is_looped = self.options.steps_per_call is not None
-                facts |= {
-                    "is_fresh": is_fresh,
-                    "is_looped": is_looped,
-                    "edits": dump_edits(self.edits),
-                    "extra_changed_at": self.extra_changed_at,
-                }
                 saver._save(
                     run.state,
                     run.step,
@@ -240,7 +231,7 @@ class Saving(EachBoundary):
                     run.rows.saved_history(),
                     self.memory,
                     run.rows.numbers_at(run.step),
-                    self.script | facts,
+                    self._script_of(run, is_end),
                 )
             for timer in self.timers:
                 timer.restart()
@@ -279,13 +270,20 @@ class Saving(EachBoundary):
         # No run repeats a command, so its edit has to be on the disk before the next call.
         return must_save or self.edits[-1].values is None or "save" in events
 
-    def _ending(self, run: Run, is_end: bool) -> dict[str, Any]:
-        """Facts about the end of the run in its checkpoint, for the same call of `fit` later."""
-        stop = [str(self.options.goal), self.options.names, run.stopped]
-        is_stopped = run.stopped not in ("", INTERRUPTED)
-        # The end of an interrupted run has no evaluation, also if a callback had stopped the run.
-        has_ended = is_end and not run.interrupted
-        return {"has_ended": has_ended} | ({"stop": stop} if is_stopped else {})
+    def _script_of(self, run: Run, is_end: bool) -> dict[str, Any]:
+        """Facts about the script and the run, for the call of `fit` that continues the run."""
+        script = self.script | {
+            # The end of an interrupted run has no evaluation, also if a callback had stopped it.
+            "has_ended": is_end and not run.interrupted,
+            "has_open_row": run.rows.is_open,
+            "is_fresh": self.was_fresh if run.has_made_step is None else run.has_made_step,
+            "is_looped": self.options.steps_per_call is not None,
+            "edits": dump_edits(self.edits),
+            "extra_changed_at": self.extra_changed_at,
+        }
+        if run.stopped not in ("", INTERRUPTED):
+            script["stop"] = [str(self.options.goal), self.options.names, run.stopped]
+        return script
 
     def _is_best(self, run: Run) -> bool:
         """Whether the value of `keep_best` at this step is among its best: no later save has it."""

@@ -5,6 +5,7 @@ wait for.
 """
 
 import contextvars
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,11 +15,11 @@ from tsunax._core import Function, checks, processes, tables, trees
 from tsunax._core.cadence import Cadence, Timer, When
 from tsunax.errors import RowError, StateError, WrongTypeError, unknown, warn
 from tsunax.run.evaluation import ONE_BATCH
-from tsunax.run.history import Clock, check_row
+from tsunax.run.history import OF_FIT, Clock, check_row
 from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Options, interval_of, is_bare, is_callback_due
 from tsunax.run.part import EVALUATE, EachBoundary, Part, blamed
-from tsunax.run.run import OF_FIT, REWIND, Run
+from tsunax.run.run import REWIND, Run
 from tsunax.states import States, training_states
 
 _GIVE_EVALUATE = "Give fit(evaluate=lambda state: ts.evaluate(eval_step, state, {'val': data}))."
@@ -196,10 +197,11 @@ class UserPart(Part):
 
     def __init__(self, part: Part, options: Options, memory: dict[str, Any]) -> None:
         self.part: Part = part
+        self.part.__dict__.pop("cadence", None)  # users may change `every` between two runs
         self.options: Options = options
         self.memory: dict[str, Any] = memory
 
-    @property
+    @functools.cached_property
     def cadence(self) -> Cadence:
         return self.part.cadence
 
@@ -247,7 +249,7 @@ class Agreed(EachBoundary):
         if not text.startswith(REWIND):
             run.stopped = text
             return
-        from tsunax.run.rewind_request import Rewind
+        from tsunax.run.rewinding import Rewind
 
         run.stopped, run.rewinding = "", Rewind.parse(text.removeprefix(REWIND))
 
