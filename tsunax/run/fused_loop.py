@@ -328,7 +328,7 @@ def _check_same(old, new) -> None:
 
 
 def _types(arguments: tuple[Any, ...]) -> Any:
-    """What a call of the loop is compiled for: structures, types and a sharding, for comparison.
+    """The structures, types and a sharding that a call is compiled for, to compare with others.
 
     A program returns the same objects each time, which are compared faster than they are hashed.
     """

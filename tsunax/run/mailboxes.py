@@ -41,7 +41,7 @@ class FolderMailbox:
     # Seconds between two looks of a run. A shorter time would cost a slow disk, or requests, more,
     # with a longer one people would send their command again.
     look_seconds: float = 10.0
-    seconds_between_questions: float = 0.05  # of a sender for its answer
+    seconds_between_questions: float = 0.05  # A sender looks for its answer so often.
 
     def __init__(self, directory: Path) -> None:
         self.folder: Path = directory / durable_files.CONTROL

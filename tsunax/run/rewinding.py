@@ -70,14 +70,6 @@ class Rewind:
         rewinds.check_can_rewind(run.saver, run.step)
         slowed(run.state, self.factor)
 
-    def dump(self) -> str:
-        """The request as a text for other processes; `parse` reads it."""
-        return json.dumps(dataclasses.astuple(self))
-
-    @classmethod
-    def parse(cls, text: str) -> Rewind:
-        return cls(*json.loads(text))
-
 
 def slowed(state: Any, factor: float) -> Any:
     """The state with `factor` times its learning rates. HyperparameterError if it has none."""

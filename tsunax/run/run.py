@@ -20,7 +20,6 @@ from tsunax.run.part import EachBoundary, blamed
 from tsunax.state import TrainState, check_state
 
 INTERRUPTED = "interrupted"  # the reason of a run that a signal ended
-REWIND = "rewind "  # the beginning of a request to go back, for other processes
 MOST_REJECTED = 3  # calls that are kept, each with its batch on the host
 
 

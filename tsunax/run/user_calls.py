@@ -5,6 +5,7 @@ wait for.
 """
 
 import contextvars
+import dataclasses
 import functools
 import itertools
 import math
@@ -19,7 +20,7 @@ from tsunax.run.history import OF_FIT, Clock, check_row
 from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Options, interval_of, is_bare, is_callback_due
 from tsunax.run.part import EVALUATE, EachBoundary, Part, blamed
-from tsunax.run.run import REWIND, Run
+from tsunax.run.run import Run
 from tsunax.states import States, training_states
 
 _GIVE_EVALUATE = "Give fit(evaluate=lambda state: ts.evaluate(eval_step, state, {'val': data}))."
@@ -243,15 +244,15 @@ class Agreed(EachBoundary):
         self.agreement = agreement
 
     def at(self, run: Any, events: list[str]) -> None:
-        request = "" if run.rewinding is None else REWIND + run.rewinding.dump()
-        report = run.stopped or request, run.state, bool(run.changed_by)
-        text = self.agreement.boundary(f"step {run.step}", *report)
-        if not text.startswith(REWIND):
-            run.stopped = text
-            return
-        from tsunax.run.rewinding import Rewind
+        rewinding = run.rewinding and dataclasses.astuple(run.rewinding)
+        request = run.stopped, rewinding
+        run.stopped, rewinding = self.agreement.boundary(
+            f"step {run.step}", request, run.state, bool(run.changed_by)
+        )
+        if rewinding is not None and not run.stopped:
+            from tsunax.run.rewinding import Rewind
 
-        run.stopped, run.rewinding = "", Rewind.parse(text.removeprefix(REWIND))
+            run.rewinding = Rewind(*rewinding)
 
 
 def _call(run: Run, clock: Clock, callback: Function, *args: Any) -> None:
