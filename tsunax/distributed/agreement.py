@@ -164,7 +164,7 @@ class Agreement(processes.Unanimous):
     def boundary(
         self, place: str, request: tuple[str, Any], state: PyTree, has_changed: bool
     ) -> tuple[str, Any]:
-        """`(why the run stops, its rewind)`, of the first process with one of them.
+        """`(why the run stops, its rewind)`, of the first process that has a request.
 
         Raises ProcessError if callbacks have changed the states in different ways.
         """

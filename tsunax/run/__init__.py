@@ -1,4 +1,4 @@
-"""A run of `fit`: what it reads, calls, counts and shows, and the parts between its steps.
+"""A run of `fit`: its data, calls, rows and displays, and the parts between its steps.
 
 The loop itself is in `loop.py`. This folder uses steps and checkpoints, and does not compute a step
 or write a checkpoint file. To understand a run, read in this order:

@@ -328,7 +328,7 @@ def _check_same(old, new) -> None:
 
 
 def _types(arguments: tuple[Any, ...]) -> Any:
-    """The structures, types and a sharding that a call is compiled for, to compare with others.
+    """The structures, types and a sharding that a call is compiled for, to compare calls.
 
     A program returns the same objects each time, which are compared faster than they are hashed.
     """

@@ -207,7 +207,7 @@ class Saving(EachBoundary):
     def at(self, run: Run, events: list[str]) -> None:
         """Save at the end, for a change that no resume repeats, and if a new step is due or best.
 
-        A rewind is a save of its own, from which the run begins again.
+        A rewind saves another checkpoint, from which the run begins again.
         """
         self.saver.poll()
         is_end, must_save = "end" in events, self._record_edits(run, events)
