@@ -129,11 +129,8 @@ def run_epoch(
     ['1.0000', '0.8100', '0.6561']
     """
     check_step("run_epoch()", step, state)
-    feed = Feed(step, data, state, Limits())
-    agreement = processes.current().agreement("run_epoch()", state, innermost(data))
-    agreement.start({"step": step}, {}, place=feed.source.state())
+    caller = _caller("run_epoch()", step, state, Feed(step, data, state, Limits()), extra)
     parts, steps_done = [], 0
-    caller = Caller(step, feed, agreement, state, extra)
     while (chunk := caller.take(RESIDENT, state, steps_done)) is not None:
         state, infos = caller.call(state, chunk, steps_done)
         steps_done += chunk.steps
@@ -141,6 +138,15 @@ def run_epoch(
         parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
     infos = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return state, infos.stacked(state)
+
+
+def _caller(
+    where: str, step: Step, state: PyTree, feed: Feed, extra: Extra, **settings: Any
+) -> Caller:
+    """A caller of the step with the batches of the feed, once all processes agree on them."""
+    agreement = processes.current().agreement(where, state, innermost(feed.source.data))
+    agreement.start({"step": step}, {}, **settings, place=feed.source.state())
+    return Caller(step, feed, agreement, state, extra)
 
 
 def iterate(
@@ -169,11 +175,9 @@ def iterate(
     feed = Feed(
         step, data, state, Limits(steps_per_call, steps=goal.steps_left(0)), continues_data=True
     )
-    agreement = processes.current().agreement("iterate()", state, innermost(data))
     settings = {"goal": str(goal), "steps_per_call": steps_per_call}
-    agreement.start({"step": step}, {}, **settings, place=feed.source.state())
+    caller = _caller("iterate()", step, state, feed, extra, **settings)
     steps_done, yielded_at, info = 0, 0, None
-    caller = Caller(step, feed, agreement, state, extra)
     while not goal.reached(steps_done, feed.epoch):
         most_steps = min(yielded_at + steps_per_call - steps_done, goal.steps_left(steps_done))
         chunk = caller.take(int(most_steps), state, steps_done)

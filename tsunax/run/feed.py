@@ -100,11 +100,6 @@ class Reading:
             (self._user_data.set_state if is_placed else self._user_data.follow)(place)
             self._user_data = None
 
-    def close(self) -> None:
-        """End the thread that reads ahead."""
-        if isinstance(self.source.data, Data):
-            self.source.data.close()
-
 
 class Feed:
     """The data of a run in chunks, each with the batches of one call.
@@ -239,7 +234,8 @@ class Feed:
     def close(self) -> None:
         self.sync()
         self.source.give_back()
-        self._reading.close()
+        if isinstance(self.source.data, Data):
+            self.source.data.close()  # ends the thread that reads ahead
 
 
 def _feeder_of(

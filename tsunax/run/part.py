@@ -43,10 +43,14 @@ class Part:
     #: The names in `run.memory` that a rewind does not reset.
     outlives_rewinds: tuple[str, ...] = ()
 
-    @functools.cached_property
+    @property
     def cadence(self) -> Cadence:
-        """The parsed `every`. A run of `fit` parses it anew."""
-        return cadence_of(self.every, type(self).__name__, "every")
+        """The parsed `every`, which a user may change. Only another value is parsed again."""
+        parsed_every, cadence = vars(self).get("_parsed", (self, Cadence()))
+        if parsed_every is not self.every:
+            cadence = cadence_of(self.every, type(self).__name__, "every")
+            vars(self)["_parsed"] = self.every, cadence  # a part may be a frozen dataclass
+        return cadence
 
     @functools.cached_property
     def timers(self) -> Sequence[Timer]:

@@ -6,7 +6,6 @@ wait for.
 
 import contextvars
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -198,11 +197,10 @@ class UserPart(Part):
 
     def __init__(self, part: Part, options: Options, memory: dict[str, Any]) -> None:
         self.part: Part = part
-        self.part.__dict__.pop("cadence", None)  # users may change `every` between two runs
         self.options: Options = options
         self.memory: dict[str, Any] = memory
 
-    @functools.cached_property
+    @property
     def cadence(self) -> Cadence:
         return self.part.cadence
 
