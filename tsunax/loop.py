@@ -382,12 +382,12 @@ def _train(fitting: Fit) -> None:
 
 def _loop(fitting: Fit) -> None:
     """The loop: calls of many steps up to the next boundary, and what happens there."""
-    fitting.begin()
+    fitting.hold_first_boundary()
     # A boundary that is due is held and saved before the run ends, and a resumed run does not
     # repeat it.
     while not fitting.is_finished():
         if fitting.call():  # The device runs it. At the end of an epoch there is no call.
-            fitting.dispatched()  # It reads the numbers of earlier calls meanwhile.
+            fitting.read_earlier_calls()  # meanwhile
         if fitting.take_epoch_end():
             fitting.hold_epoch_boundary()
         # Signals and timers make requests. After a rewind the run begins again, without its end.
@@ -395,7 +395,7 @@ def _loop(fitting: Fit) -> None:
         if is_boundary and fitting.run.restart is None:
             fitting.hold_boundary()  # evaluate, callbacks, loggers, progress, checkpoint
     if fitting.run.restart is None:
-        fitting.end()
+        fitting.hold_last_boundary()
 
 
 __all__ = ["History", "fit", "iterate", "predictions", "run_epoch", "run_steps"]

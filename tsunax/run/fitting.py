@@ -81,10 +81,10 @@ class Fit:
         self.trace_count: int = self.count_traces()  # at the last dispatch of calls
         self.witnessed_state: PyTree = None  # the state before a call that has witnesses
 
-    def begin(self) -> None:
-        """Hold the first boundary of the run."""
+    def hold_first_boundary(self) -> None:
+        """Hold the boundary before the first step."""
         run, is_stopped = self.run, bool(self.run.stopped)
-        self.boundary(["start"])
+        self.call_parts(["start"])
         if run.stopped and not is_stopped and self.beginning.is_resumed:
             fix = (
                 "It remembers the run: to train on, give it more patience or time, or leave it out."
@@ -178,8 +178,8 @@ class Fit:
             return self.feed.size
         return int(max(1, min(CALL_SECONDS / self.pace.step_seconds, self.feed.size)))
 
-    def dispatched(self) -> None:
-        """Called when a call is under way: reads earlier calls, if they have waited long enough."""
+    def read_earlier_calls(self) -> None:
+        """Read the calls before the one under way, if they have waited long enough."""
         clock = self.options.clock
         start = clock.since
         if is_new := self.trace_count != self.count_traces():  # compiling took a part of the time
@@ -219,7 +219,7 @@ class Fit:
         self.read(0)
         all_events = ["step"] * (self.run.step == self.next_boundary[1]) + [*events]
         if all_events or self.requests:
-            self.boundary(all_events)
+            self.call_parts(all_events)
 
     def take_epoch_end(self) -> bool:
         """Whether an epoch ends after these calls. Then the data begin the next epoch.
@@ -241,7 +241,8 @@ class Fit:
         if any(part.cadence.epochs for part in self.parts):
             self.hold_boundary("epoch")
 
-    def end(self) -> None:
+    def hold_last_boundary(self) -> None:
+        """Hold the boundary at the end of the run, and note a signal that ends it."""
         self.read(0)
         run = self.run
         if not self.signal:
@@ -251,10 +252,10 @@ class Fit:
             run.stop(INTERRUPTED)
         if slowest := self.agreement.slowest(self.options.clock.seconds):
             run.history.mark("slowest", run.step, slowest)
-        self.boundary(["end"])
+        self.call_parts(["end"])
 
-    def boundary(self, events: list[str]) -> None:
-        """Hold a boundary: call each part that is due there, in order. It serves the requests."""
+    def call_parts(self, events: list[str]) -> None:
+        """Call each part that is due at this boundary, in order. The boundary serves requests."""
         clock, run = self.options.clock, self.run
         boundary_start = clock.lap("idle")
         requests, self.requests = sorted(self.requests), set()
@@ -323,9 +324,9 @@ class Fit:
             infos, named = info_columns.unpacked(infos, [chunk.steps for chunk in chunks])
             ready = (chunk.steps for chunk, infos in self.unread if info_columns.is_ready(infos))
             self.pace.measure(sum(chunk.steps for chunk in chunks), sum(ready))
-            self.rows(chunks, infos, named)
+            self.make_rows(chunks, infos, named)
 
-    def rows(self, chunks: Sequence[Chunk], infos: PyTree, named: dict[str, Any]) -> None:
+    def make_rows(self, chunks: Sequence[Chunk], infos: PyTree, named: dict[str, Any]) -> None:
         """Make rows of these steps, one for every `log_every`, and call `read` of the parts."""
         run, log_every, rejections = self.run, self.options.log_every, self.rejections
         epochs = epochs_of(chunks)
