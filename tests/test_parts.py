@@ -225,6 +225,18 @@ def test_a_part_may_have_another_interval_in_its_next_run():
     assert part.calls[1:-1] == [("epoch", 3), ("step", 4), ("step", "epoch", 6)]
 
 
+def test_a_part_may_change_its_interval_within_a_run():
+    class Rarer(Told):
+        def at(self, run, events):
+            super().at(run, events)
+            if run.step == 4:
+                self.every = 5
+
+    part = Rarer(every=2)
+    fit(steps=12, callbacks=part)
+    assert part.calls[1:-1] == [("step", 2), ("step", 4), ("step", 5), ("step", 10)]
+
+
 # ------------------------------------------------------------------------------------------------------- how often
 
 

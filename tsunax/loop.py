@@ -71,10 +71,10 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     # XLA unrolls a loop over one batch, which changes bits. So the buffer has room for two batches.
     batches = jax.tree.map(lambda x: chunks.with_room(x, max(k, 2)), batches)
     home = placement.state_sharding(state)
-    feed, n = chunks.place(fused_loop.Stacked(batches), k, home, step=step)
+    feed = chunks.place(fused_loop.Stacked(batches), home, step)
     extra = placement.place_extra(extra, state)
     donates = isinstance(step, TrainStep) and step.donate
-    state, infos = fused_loop.fused(step, donates)(state, feed, n, extra)
+    state, infos = fused_loop.fused(step, donates)(state, feed, chunks.count_of(k), extra)
     _raise_if_rejected(step, state, infos, feed, k, extra)
     return state, infos.stacked(state, slice(k))
 
@@ -99,8 +99,12 @@ def _length_of(batches: PyTree) -> int:
     """The length of the first axis that all arrays of a tree share. Raises StateError."""
     shapes = {np.shape(x)[:1] for x in jax.tree.leaves(batches)}
     if len(shapes) != 1 or shapes == {()} or shapes == {(0,)}:
-        got = ", ".join(trees.describe(x) for x in jax.tree.leaves(batches)[:4]) or "no arrays"
-        raise StateError("batches", "run_steps()", got, "arrays with one first axis, of steps")
+        raise StateError(
+            "batches",
+            "run_steps()",
+            got=", ".join(trees.describe(x) for x in jax.tree.leaves(batches)[:4]) or "no arrays",
+            expected="arrays with one first axis, of steps",
+        )
     return next(iter(shapes))[0]
 
 
@@ -125,11 +129,8 @@ def run_epoch(
     ['1.0000', '0.8100', '0.6561']
     """
     check_step("run_epoch()", step, state)
-    feed = Feed(step, data, state, Limits())
-    agreement = processes.current().agreement("run_epoch()", state, innermost(data))
-    agreement.start({"step": step}, {}, place=feed.source.state())
+    caller = _caller("run_epoch()", step, state, Feed(step, data, state, Limits()), extra)
     parts, steps_done = [], 0
-    caller = Caller(step, feed, agreement, state, extra)
     while (chunk := caller.take(RESIDENT, state, steps_done)) is not None:
         state, infos = caller.call(state, chunk, steps_done)
         steps_done += chunk.steps
@@ -137,6 +138,15 @@ def run_epoch(
         parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
     infos = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return state, infos.stacked(state)
+
+
+def _caller(
+    where: str, step: Step, state: PyTree, feed: Feed, extra: Extra, **settings: Any
+) -> Caller:
+    """A caller of the step with the batches of the feed, once all processes agree on them."""
+    agreement = processes.current().agreement(where, state, innermost(feed.source.data))
+    agreement.start({"step": step}, {}, **settings, place=feed.source.state())
+    return Caller(step, feed, agreement, state, extra)
 
 
 def iterate(
@@ -165,11 +175,9 @@ def iterate(
     feed = Feed(
         step, data, state, Limits(steps_per_call, steps=goal.steps_left(0)), continues_data=True
     )
-    agreement = processes.current().agreement("iterate()", state, innermost(data))
     settings = {"goal": str(goal), "steps_per_call": steps_per_call}
-    agreement.start({"step": step}, {}, **settings, place=feed.source.state())
+    caller = _caller("iterate()", step, state, feed, extra, **settings)
     steps_done, yielded_at, info = 0, 0, None
-    caller = Caller(step, feed, agreement, state, extra)
     while not goal.reached(steps_done, feed.epoch):
         most_steps = min(yielded_at + steps_per_call - steps_done, goal.steps_left(steps_done))
         chunk = caller.take(int(most_steps), state, steps_done)
@@ -374,12 +382,12 @@ def _train(fitting: Fit) -> None:
 
 def _loop(fitting: Fit) -> None:
     """The loop: calls of many steps up to the next boundary, and what happens there."""
-    fitting.begin()
+    fitting.hold_first_boundary()
     # A boundary that is due is held and saved before the run ends, and a resumed run does not
     # repeat it.
     while not fitting.is_finished():
         if fitting.call():  # The device runs it. At the end of an epoch there is no call.
-            fitting.dispatched()  # It reads the numbers of earlier calls meanwhile.
+            fitting.read_earlier_calls()  # meanwhile
         if fitting.take_epoch_end():
             fitting.hold_epoch_boundary()
         # Signals and timers make requests. After a rewind the run begins again, without its end.
@@ -387,7 +395,7 @@ def _loop(fitting: Fit) -> None:
         if is_boundary and fitting.run.restart is None:
             fitting.hold_boundary()  # evaluate, callbacks, loggers, progress, checkpoint
     if fitting.run.restart is None:
-        fitting.end()
+        fitting.hold_last_boundary()
 
 
 __all__ = ["History", "fit", "iterate", "predictions", "run_epoch", "run_steps"]

@@ -118,7 +118,7 @@ def write(path: Path, content: bytes) -> None:
 def write_whole(path: Path, content: bytes) -> None:
     """Write a file that readers see with all of its content, or not at all."""
     hidden = path.with_name(f".{path.name}.new")
-    hidden.unlink(missing_ok=True)  # of a process that was killed here, or of a full disk
+    hidden.unlink(missing_ok=True)  # from a process that was killed here, or a full disk
     write(hidden, content)
     os.replace(hidden, path)
 

@@ -198,10 +198,10 @@ class CheckpointHome:
         left_folder = self.path / LEFT_FOLDER / str(durable_files.rewind_calls(rewind.name))
         left_folder.mkdir(parents=True, exist_ok=True)
         for later_step in sorted((x for x in self.directories() if x >= step), reverse=True):
-            left = left_folder / str(later_step)
-            if os.path.lexists(left):  # an earlier rewind after as many calls left it
-                os.rename(left, durable_files.hidden_path(left_folder, "old", later_step))
-            os.rename(self.path / str(later_step), left)
+            target = left_folder / str(later_step)
+            if os.path.lexists(target):  # an earlier rewind after as many calls left it
+                os.rename(target, durable_files.hidden_path(left_folder, "old", later_step))
+            os.rename(self.path / str(later_step), target)
         for folder in (left_folder, left_folder.parent):
             durable_files.sync(folder)
         os.rename(rewind, self.path / str(step))

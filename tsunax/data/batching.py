@@ -75,8 +75,13 @@ class Batches(Positioned):
             self._leaves = list(map(in_numpy, self._leaves))
             return
         if not self.is_of_arrays:
-            fix = "Batches of records: ts.prefetch(data, device)."
-            raise DataError("device", "batches()", "records", "arrays", fix)
+            raise DataError(
+                "device",
+                "batches()",
+                got="records",
+                expected="arrays",
+                fix="Batches of records: ts.prefetch(data, device).",
+            )
         self._sharding = on_devices.placement(device, "batches()")
         for rows in (self.share, 0 if drop_remainder else self._tail):
             on_devices.sharding_of((rows,), self._sharding)
@@ -253,8 +258,12 @@ def batches(
         process = (0, 1) if spans else (everyone.index, everyone.count)
     index, count = process
     if not 0 <= index < count or (spans and count > 1):
-        expected = "an index below the count; (0, 1) with a device of all processes"
-        raise DataError("process", where, process, expected)
+        raise DataError(
+            "process",
+            where,
+            got=process,
+            expected="an index below the count; (0, 1) with a device of all processes",
+        )
     if batch_size % count:
         fix = "It counts the rows of all processes together."
         raise DataError("batch_size", where, batch_size, f"a multiple of {count} processes", fix)
@@ -268,6 +277,10 @@ def batches(
         device=device,
     )
     if not len(data):
-        got = f"{data._rows} rows, fewer than batch_size={batch_size}"
-        raise DataError("arrays", where, got, "one batch at least with drop_remainder=True")
+        raise DataError(
+            "arrays",
+            where,
+            got=f"{data._rows} rows, fewer than batch_size={batch_size}",
+            expected="one batch at least with drop_remainder=True",
+        )
     return data

@@ -161,9 +161,14 @@ class Source:
 
     def _end_epoch(self) -> None:
         if self.position == 0:
-            got = f"no batch at all, {self._count_read} in earlier epochs"
-            fix = "A generator can be read once: give a list, ts.batches(...) or a grain dataset."
-            raise DataError("data", f"epoch {self.epoch}", got, "at least one", fix)
+            raise DataError(
+                "data",
+                f"epoch {self.epoch}",
+                got=f"no batch at all, {self._count_read} in earlier epochs",
+                expected="at least one",
+                fix="A generator can be read once: give a list, ts.batches(...) or a "
+                "grain dataset.",
+            )
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0
 
@@ -306,9 +311,11 @@ class Source:
                 try:
                     return True, method(*args)
                 except Exception as error:
-                    place = f"{type(owner).__name__}.{name}()"
                     raise DataError(
-                        "position of the data", place, told(error), "no error"
+                        "position of the data",
+                        f"{type(owner).__name__}.{name}()",
+                        got=told(error),
+                        expected="no error",
                     ) from error
         return False, None
 
@@ -349,10 +356,13 @@ class Source:
             return
         must_read = self.position or (self.epoch and not self.restartable)
         if has_state or (must_read and not (fast_forward or self._is_list)):
-            got = f"a {type(self.data).__name__} without a state, at {place}"
-            expected = "get_state/set_state or state_dict/load_state_dict"
-            fix = "Use ts.batches or grain; or fast_forward=True, to read earlier batches again."
-            raise DataError("data", "restore", got, expected, fix)
+            raise DataError(
+                "data",
+                "restore",
+                got=f"a {type(self.data).__name__} without a state, at {place}",
+                expected="get_state/set_state or state_dict/load_state_dict",
+                fix="Use ts.batches or grain; or fast_forward=True, to read earlier batches again.",
+            )
         if must_read:
             goal = self.epoch, self.position
             self.epoch, self.position = self.epoch if self._is_list else 0, 0
@@ -388,6 +398,11 @@ def as_source(data: Iterable[PyTree]) -> Source:
         are_arrays = shares_rows and len({(x.ndim, x.dtype) for x in data}) > 1
     # an object with __getitem__ alone need not have an end
     if are_arrays or not isinstance(data, Iterable):
-        fix = "Of arrays or records: ts.batches(arrays, batch_size). One batch: [batch]."
-        raise WrongTypeError("data", "", trees.describe(data), "an iterable of batches", fix)
+        raise WrongTypeError(
+            "data",
+            "",
+            got=trees.describe(data),
+            expected="an iterable of batches",
+            fix="Of arrays or records: ts.batches(arrays, batch_size). One batch: [batch].",
+        )
     return Source(data)

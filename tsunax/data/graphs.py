@@ -105,8 +105,13 @@ def _kind(part: Mapping[str, PyTree]) -> PyTree:
 def _fields_of_jraph(graphs: Any, where: str) -> dict[str, PyTree]:
     """The fields of a `GraphsTuple` with one graph; its `globals` lose their axis of graphs."""
     if np.size(graphs.n_node) != 1:
-        fix = "jraph.unbatch(graphs) is a list of them, each alone."
-        raise DataError(where, "pack_graphs()", f"{np.size(graphs.n_node)} graphs", "one", fix)
+        raise DataError(
+            where,
+            "pack_graphs()",
+            got=f"{np.size(graphs.n_node)} graphs",
+            expected="one",
+            fix="jraph.unbatch(graphs) is a list of them, each alone.",
+        )
     names = ("nodes", "edges", "senders", "receivers")
     fields = {name: getattr(graphs, name, None) for name in names}
     fields["globals"] = jax.tree.map(lambda x: x[0], getattr(graphs, "globals", None))

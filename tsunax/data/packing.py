@@ -63,8 +63,13 @@ def pack(sequences: Sequence[PyTree], length: int) -> Packed:
     """
     records = _checked(sequences := list(sequences), length, "pack()")
     if not all(records.are_sequences):
-        got, fix = trees.describe(sequences[0]), "Use ts.data.pad, or np.full(len(tokens), label)."
-        raise DataError("sequences[0]", "pack()", got, "one value for each token", fix)
+        raise DataError(
+            "sequences[0]",
+            "pack()",
+            got=trees.describe(sequences[0]),
+            expected="one value for each token",
+            fix="Use ts.data.pad, or np.full(len(tokens), label).",
+        )
     counts, places = [], []  # sequences of each row; the row, begin and number of each sequence
     # sizes of the free room at the end of rows, in order; the rows with each size of room
     rooms, rows = [length], {length: [0]}
@@ -125,11 +130,13 @@ def pad(
     sequences = list(sequences)
     records = _checked(sequences, lengths[-1] if lengths else 0, "pad()", where)
     if where is None and sum(records.are_sequences) > 1 and len({*records.lengths}) == 1:
-        got, fix = (
-            trees.describe(sequences[0]),
-            "Name the leaves that are sequences: where='tokens'.",
+        raise DataError(
+            "sequences[0]",
+            "pad()",
+            got=trees.describe(sequences[0]),
+            expected="arrays of different lengths",
+            fix="Name the leaves that are sequences: where='tokens'.",
         )
-        raise DataError("sequences[0]", "pad()", got, "arrays of different lengths", fix)
     parts: dict[int, list[int]] = {n: [] for n in lengths}
     for i, n in enumerate(records.lengths):
         parts[lengths[bisect.bisect_left(lengths, n)]].append(i)
@@ -240,8 +247,12 @@ def interleave(parts: Sequence[Batches] | Mapping[Any, Batches], seed: int = 0) 
     parts = list(parts.values() if isinstance(parts, Mapping) else parts)
     for i, part in enumerate(parts):
         if not isinstance(part, Batches) or part.resident is not None:
-            expected = "ts.batches(...) of NumPy arrays, without a device"
-            raise WrongTypeError(f"parts[{i}]", "interleave()", trees.describe(part), expected)
+            raise WrongTypeError(
+                f"parts[{i}]",
+                "interleave()",
+                got=trees.describe(part),
+                expected="ts.batches(...) of NumPy arrays, without a device",
+            )
     if not parts:
         raise DataError("parts", "interleave()", "none", "one at least")
     return Interleaved(parts, seed)

@@ -78,8 +78,13 @@ class Positioned(Data):
         if differ := [name for name, x in self.settings.items() if saved_settings.get(name) != x]:
             listed = lambda x: ", ".join(f"{name} {x.get(name)}" for name in differ)
             expected = f"{listed(saved_settings)}, as in the checkpoint"
-            fix = "Another order of the data is another run: give it another path."
-            raise DataError("data", "resume", listed(self.settings), expected, fix)
+            raise DataError(
+                "data",
+                "resume",
+                got=listed(self.settings),
+                expected=expected,
+                fix="Another order of the data is another run: give it another path.",
+            )
         expected = f'{{"epoch": int, "position": int}}, position at most {len(self)}'
         if place.keys() != {"epoch", "position"}:
             raise DataError("state", "set_state()", state, expected)

@@ -31,8 +31,12 @@ class Records:
             shapes = [jax.tree.map(np.shape, record) for record in records]
             pairs = zip(rows, shapes, strict=True)
             odd = next((i for i, x in pairs if x != shapes[0]), rows[0])
-            expected = f"a tree of arrays and numbers like record {rows[0]}"
-            raise DataError("data", f"record {odd}", told(error), expected) from error
+            raise DataError(
+                "data",
+                f"record {odd}",
+                got=told(error),
+                expected=f"a tree of arrays and numbers like record {rows[0]}",
+            ) from error
         if not jax.tree.leaves(batch):
             raise DataError("record", "", trees.describe(records[0]), "a tree of arrays")
         return batch
@@ -73,9 +77,13 @@ def read(leaf: PyTree, rows: np.ndarray | slice) -> PyTree:
 def as_column(path: tuple[Any, ...], leaf: Any) -> Any:
     """The leaf as `read` can read it: records are one leaf. Raises DataError for tables."""
     if hasattr(leaf, "columns") or isinstance(leaf, Mapping):
-        place = trees.access_str("arrays", path)
-        fix = "Columns in a dict: {name: np.asarray(table[name]), ...}."
-        raise DataError("leaf", place, f"a {type(leaf).__name__}", "arrays", fix)
+        raise DataError(
+            "leaf",
+            trees.access_str("arrays", path),
+            got=f"a {type(leaf).__name__}",
+            expected="arrays",
+            fix="Columns in a dict: {name: np.asarray(table[name]), ...}.",
+        )
     if hasattr(leaf, "iloc"):  # a Series of pandas is indexed by labels
         return np.asarray(leaf)
     is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")

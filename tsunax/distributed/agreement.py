@@ -161,16 +161,21 @@ class Agreement(processes.Unanimous):
                 )
         return first
 
-    def boundary(self, place: str, stopped: str, state: PyTree, has_changed: bool) -> str:
-        """Why the run stops, on any process. ProcessError if callbacks changed the state unlike."""
-        everyone = self._everyone(place, (stopped, has_changed))
+    def boundary(
+        self, place: str, request: tuple[str, Any], state: PyTree, has_changed: bool
+    ) -> tuple[str, Any]:
+        """`(why the run stops, its rewind)`, of the first process that has a request.
+
+        Raises ProcessError if callbacks have changed the states in different ways.
+        """
+        everyone = self._everyone(place, (request, has_changed))
         if self._speaks and any(changed for _, changed in everyone):
             from tsunax.hyper import hyperparams
 
             numbers = hyperparams(state) if isinstance(state, COUNTED) else {}
             things = {"hyperparams": numbers, "state": without_large_arrays(state)}
             self._compare(f"the callbacks of {place}", things)
-        return next((text for text, _ in everyone if text), "")
+        return next((request for request, _ in everyone if any(request)), ("", None))
 
     def slowest(self, seconds: Mapping[str, float]) -> str:
         """The process that made all wait, and how long; "" if it is no twentieth of all."""

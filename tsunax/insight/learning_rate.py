@@ -173,7 +173,7 @@ def _losses(ramp: _Ramp, state, data, points: int, extra, until_divergence) -> n
         while len(losses) < points and until_divergence(losses)[1] == len(losses):
             if (chunk := feed.take(points - len(losses), state, calls)) is None:
                 continue
-            state, infos = loop(state, chunk.feed, chunk.n, extra)
+            state, infos = loop(state, chunk.feed, chunks.count_of(chunk.steps), extra)
             calls += chunk.steps
             columns = jax.tree.map(np.asarray, infos.stacked(None, slice(chunk.steps)))
             chunk_losses = np.where(columns["rejected"], np.nan, columns["loss"].astype(np.float64))

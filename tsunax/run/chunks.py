@@ -39,19 +39,9 @@ class Chunk(NamedTuple):
     """Batches for one call."""
 
     feed: PyTree  # on the device
-    n: Any  # int32 (2,): the number of steps, and of rejected steps in a row that end them
     steps: int
     epochs: Any  # int (steps,), or one int
     bytes: int
-
-
-class Demand(NamedTuple):
-    """The batches that the next call may take."""
-
-    steps: int  # the most steps of the call
-    home: Any  # the sharding of the state
-    step: int  # the step of the run before the call, for messages
-    limit: int = NO_LIMIT  # rejected steps in a row that end the call
 
 
 class Limits(NamedTuple):
@@ -72,8 +62,11 @@ class Feeder:
 
     size: int = 1  # the most steps of a call, of batches of the newest shape
 
-    def take(self, demand: Demand) -> Chunk | None:
-        """The batches of the next call; None at the end of an epoch."""
+    def take(self, steps: int, home: Any, step: int) -> Chunk | None:
+        """The batches of the next call, for a state with the sharding `home` after `step`.
+
+        `steps` is the most steps of the call. None at the end of an epoch.
+        """
         raise NotImplementedError
 
     def forget(self) -> None:
@@ -107,16 +100,13 @@ class Forms:
             as_shape = lambda x, shape: x if shape[1] is None else jax.ShapeDtypeStruct(*shape)
             batch = treedef.unflatten(map(as_shape, leaves, shapes))
             is_on_device = any(isinstance(x, jax.Array) for x in leaves)
-            self._forms[treedef, shapes] = self._new_form(batch, step, is_on_device)
+            check_batch(batch, f"step {step}")
+            bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
+            self._first_batch = batch if self._first_batch is None else self._first_batch
+            is_tail = batch is not self._first_batch and self._is_tail(batch, step)
+            room = 2 if is_tail else self._room(bytes, is_on_device)  # a tail comes once an epoch
+            self._forms[treedef, shapes] = Form(room, bytes, is_tail)
         return self._forms[treedef, shapes]
-
-    def _new_form(self, batch: PyTree, step: int, is_on_device: bool) -> Form:
-        check_batch(batch, f"step {step}")
-        bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
-        if self._first_batch is not None and self._is_tail(batch, step):
-            return Form(2, bytes, True)  # once in an epoch
-        self._first_batch = batch if self._first_batch is None else self._first_batch
-        return Form(self._room(bytes, is_on_device), bytes, False)
 
     def room_of(self, batch: PyTree) -> int:
         """The batches of a call for batches of this shape, which may be new."""
@@ -182,20 +172,14 @@ def buffer_size(
 
 
 def place(
-    stack: fused_loop.Stacked,
-    steps: int,
-    home: Any,
-    limit: int = NO_LIMIT,
-    *,
-    step: Step,
-    is_whole: bool = False,
-) -> tuple[Any, Any]:
-    """Put stacked batches on the devices of the state; also returns the number of steps to run.
+    stack: fused_loop.Stacked, home: Any, step: Step, is_whole: bool = False
+) -> fused_loop.Stacked:
+    """Put stacked batches on the devices of the state.
 
     Rows that do not divide by the devices of a mesh are padded if the step masks. A batch that is
     whole on every process stays whole. On one device jit places them, which is fastest.
     """
-    count, is_on_mesh = count_of(steps, limit), isinstance(home, NamedSharding)
+    is_on_mesh = isinstance(home, NamedSharding)
     placement.check_devices(stack.batches, home)
     if is_on_mesh and not is_whole and getattr(step, "masks", False):
         rows = jax.tree.leaves(stack.batches)[0].shape[1]
@@ -203,15 +187,16 @@ def place(
             batches, mask = placement.padded(stack.batches, rows, rows + padding, axis=1)
             stack = fused_loop.Stacked(batches, placement.put_rows(mask, home, shared=False))
     if is_whole:
-        return placement.replicate((stack, count), home, shared=False)
+        return placement.replicate(stack, home, shared=False)
     has_arrays = any(isinstance(x, jax.Array) for x in jax.tree.leaves(stack))
     if is_on_mesh or (home is not None and has_arrays):
-        return placement.put_rows((stack, count), home, axis=1, shared=False)
-    return stack, count
+        return placement.put_rows(stack, home, axis=1, shared=False)
+    return stack
 
 
 @functools.lru_cache(maxsize=128)
-def count_of(steps: int, limit: int) -> np.ndarray:
+def count_of(steps: int, limit: int = NO_LIMIT) -> np.ndarray:
+    """The counts for a call of the loop: its steps, and rejected steps in a row that end it."""
     return np.array([steps, limit], np.int32)
 
 
@@ -224,11 +209,10 @@ class NoBatches(Feeder):
         room = steps if isinstance(steps, int) else RESIDENT
         self.size: int = int(max(2, min(room, limits.interval, RESIDENT)))
 
-    def take(self, demand: Demand) -> Chunk:
+    def take(self, steps: int, home: Any, step: int) -> Chunk:
         if not self._is_looped:
-            return Chunk(fused_loop.Single(None), None, 1, 0, 0)
-        steps = min(demand.steps, self.size)
-        return Chunk(fused_loop.Nothing(self.size), count_of(steps, demand.limit), steps, 0, 0)
+            return Chunk(fused_loop.Single(None), 1, 0, 0)
+        return Chunk(fused_loop.Nothing(self.size), min(steps, self.size), 0, 0)
 
 
 @jax.tree_util.register_dataclass
@@ -258,17 +242,17 @@ class ResidentRows(Feeder):
         self.size: int = max(2, min(len(source.data), RESIDENT))
         self._full_rows = 0  # rows of a batch, except for a short batch at the end of an epoch
 
-    def take(self, demand: Demand) -> Chunk | None:
+    def take(self, steps: int, home: Any, step: int) -> Chunk | None:
         source, epoch = self._source, self._source.epoch
-        if (gathered := source.advance(min(demand.steps, self.size))) is None:
+        if (gathered := source.advance(min(steps, self.size))) is None:
             return None
         first, (steps, rows) = gathered
         self._full_rows = max(self._full_rows, rows)
         size = self.size if rows == self._full_rows else 2  # the short batch
-        spread = None if self._is_population else placement.rows_over(demand.home, rows)
+        spread = None if self._is_population else placement.rows_over(home, rows)
         data, start = source.data, np.int32(first)
         feed = Gathered(data.resident, data.device_order(epoch), start, rows, size, spread)
-        return Chunk(feed, count_of(steps, demand.limit), steps, epoch, 0)
+        return Chunk(feed, steps, epoch, 0)
 
 
 class OfHost(Feeder):
@@ -286,24 +270,20 @@ class OfHost(Feeder):
         """Whether each device takes all rows, as the members of a population do."""
         return self._source.is_whole or self._is_population
 
-    def _placed(self, stack: fused_loop.Stacked, steps: int, demand: Demand) -> tuple[Any, Any]:
-        options: Any = {"step": self._step, "is_whole": self._is_whole}
-        return place(stack, steps, demand.home, demand.limit, **options)
-
 
 class SingleBatches(OfHost):
     """Single batches, for a step that is called without a loop."""
 
-    def take(self, demand: Demand) -> Chunk | None:
+    def take(self, steps: int, home: Any, step: int) -> Chunk | None:
         epoch = self._source.epoch
         if (batch := self._source.next()) is None:
             return None
-        form = self._forms.form_of(*jax.tree.flatten(batch), demand.step)
+        form = self._forms.form_of(*jax.tree.flatten(batch), step)
         if self._is_whole:
-            batch = placement.replicate(batch, demand.home, shared=False)
-        elif not isinstance(self._step, TrainStep) and isinstance(demand.home, NamedSharding):
-            batch = placement.put_rows(batch, demand.home, shared=False)  # a TrainStep does it
-        return Chunk(fused_loop.Single(batch), None, 1, epoch, form.bytes)
+            batch = placement.replicate(batch, home, shared=False)
+        elif not isinstance(self._step, TrainStep) and isinstance(home, NamedSharding):
+            batch = placement.put_rows(batch, home, shared=False)  # a TrainStep does it
+        return Chunk(fused_loop.Single(batch), 1, epoch, form.bytes)
 
 
 class OneBatch(OfHost):
@@ -311,22 +291,22 @@ class OneBatch(OfHost):
 
     _copies: fused_loop.Stacked | None = None
 
-    def take(self, demand: Demand) -> Chunk:
-        source, home, stack = self._source, demand.home, self._copies
+    def take(self, steps: int, home: Any, step: int) -> Chunk:
+        source, stack = self._source, self._copies
         if source.position:
             source.next()
         epoch = source.epoch
         if stack is None:
             leaves, treedef = jax.tree.flatten(source.next())
-            self.size: int = self._forms.form_of(leaves, treedef, demand.step).room
+            self.size: int = self._forms.form_of(leaves, treedef, step).room
             copies = [with_room(x[None], self.size) for x in leaves]
             stack = fused_loop.Stacked(treedef.unflatten(copies))
             placement.check_devices(stack.batches, home)
             stack = stack if isinstance(home, NamedSharding) else jax.device_put(stack, home)
-        steps = int(min(demand.steps, self.size, self._last_epoch - epoch))
+        steps = int(min(steps, self.size, self._last_epoch - epoch))
         source.again(steps)
-        self._copies, count = self._placed(stack, steps, demand)
-        return Chunk(self._copies, count, steps, np.arange(epoch, epoch + steps), 0)
+        self._copies = place(stack, home, self._step, self._is_whole)
+        return Chunk(self._copies, steps, np.arange(epoch, epoch + steps), 0)
 
     def forget(self) -> None:
         self._copies = None
@@ -335,8 +315,8 @@ class OneBatch(OfHost):
 class Stacks(OfHost):
     """Batches that are stacked on the host."""
 
-    def take(self, demand: Demand) -> Chunk | None:
-        source, steps = self._source, min(demand.steps, self.size)
+    def take(self, steps: int, home: Any, step: int) -> Chunk | None:
+        source, steps = self._source, min(steps, self.size)
         epochs: Any = source.epoch
         if epochs < self._last_epoch and len(source.data) < steps:
             steps_left = (self._last_epoch - epochs) * len(source.data) - source.position
@@ -346,13 +326,12 @@ class Stacks(OfHost):
         if batches is None:
             return None
         leaves, treedef = jax.tree.flatten(batches)
-        form = self._forms.form_of(leaves, treedef, demand.step, axes=1)
+        form = self._forms.form_of(leaves, treedef, step, axes=1)
         if not form.is_tail:
             self.size: int = form.room
         stack = fused_loop.Stacked(treedef.unflatten(with_room(x, form.room) for x in leaves))
-        steps = len(leaves[0])
-        stack, count = self._placed(stack, steps, demand)
-        return Chunk(stack, count, steps, epochs, form.room * form.bytes)
+        stack = place(stack, home, self._step, self._is_whole)
+        return Chunk(stack, len(leaves[0]), epochs, form.room * form.bytes)
 
     def _over_epochs(self, steps: int) -> tuple[Any, np.ndarray]:
         """The next `steps` batches, over the ends of short epochs, and the epoch of each batch."""

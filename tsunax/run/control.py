@@ -109,7 +109,9 @@ class Control(Part):
         except (TsunaxError, TypeError, ValueError) as error:
             return f"refused: {told(error)}"
         if verb == "status":
-            return status_of(run)
+            is_listed = lambda name: not name.startswith("watch/")
+            numbers = {name: x for name, x in run.metrics.items() if is_listed(name)}
+            return json.dumps({"step": run.step, "epoch": run.epoch, **numbers})
         if verb == "stop":
             run.stop("command stop")
         elif verb in ("save", "evaluate"):
@@ -118,7 +120,7 @@ class Control(Part):
         return f"done at step {run.step}"
 
     def end(self, run: Run, error: BaseException | None) -> None:
-        """Answer the commands that came too late; after a rewind the run goes on."""
+        """Answer the commands that came too late. After a rewind the run obeys them."""
         if processes.current().is_first and run.restart is None:
             self.inbox.mailbox.look()
             for name in self.inbox.mailbox.names():
@@ -141,9 +143,3 @@ class Answers(Part):
             return
         for name, text in answers.items() if processes.current().is_first else ():
             self.control.inbox.mailbox.answer(name, text)
-
-
-def status_of(run: Run) -> str:
-    """The place of a run and its newest numbers, for a command."""
-    numbers = {name: x for name, x in run.metrics.items() if not name.startswith("watch/")}
-    return json.dumps({"step": run.step, "epoch": run.epoch, **numbers})

@@ -68,8 +68,12 @@ def evaluate(
     if isinstance(data, Mapping):
         return flat({k: evaluate(eval_step, state, part, **extra) for k, part in data.items()})
     if not callable(eval_step) or isinstance(eval_step, TrainStep):  # a train step would donate
-        expected = "evaluate(ts.eval_step(loss_fn), state, data)"
-        raise WrongTypeError("eval_step", "evaluate()", trees.describe(eval_step), expected)
+        raise WrongTypeError(
+            "eval_step",
+            "evaluate()",
+            got=trees.describe(eval_step),
+            expected="evaluate(ts.eval_step(loss_fn), state, data)",
+        )
     is_eval_step = isinstance(eval_step, EvalStep)
     pads = is_eval_step and "mask" not in extra and "mask" in LossFn.of(eval_step.loss_fn).names
     total, first_call = None, None
@@ -81,8 +85,13 @@ def evaluate(
             agreement.program(eval_step.trace, state, batch, keywords)
         loss = eval_step(state, batch, **keywords)
         if not isinstance(loss, Loss):
-            fix = "Of a loss function: ts.eval_step(loss_fn)."
-            raise WrongTypeError("result", "eval_step", trees.describe(loss), "a ts.Loss", fix)
+            raise WrongTypeError(
+                "result",
+                "eval_step",
+                got=trees.describe(loss),
+                expected="a ts.Loss",
+                fix="Of a loss function: ts.eval_step(loss_fn).",
+            )
         if loss.model_state is not None:  # the function carries it from batch to batch
             check_model_state(loss.model_state, state.model_state)
             state = dataclasses.replace(state, model_state=loss.model_state)
@@ -154,9 +163,13 @@ def _check_carries(
     )
     numbers = [list(flat(jax.device_get(compute(x))).values()) for x in (first_loss, second_loss)]
     if not np.array_equal(*numbers, equal_nan=True):
-        got = "one that loss_fn reads and changes, with train=False"
-        fix = "Return the one given, or carry it on: ts.eval_step(loss_fn, carry=True)."
-        raise LossError("model_state", "evaluate()", got, "one that it reads only", fix)
+        raise LossError(
+            "model_state",
+            "evaluate()",
+            got="one that loss_fn reads and changes, with train=False",
+            expected="one that it reads only",
+            fix="Return the one given, or carry it on: ts.eval_step(loss_fn, carry=True).",
+        )
 
 
 def _computed(total: Loss) -> dict[str, Any]:
@@ -221,8 +234,12 @@ def predictions(
     [[1.0], [2.0]]
     """
     if not callable(f) or isinstance(f, EvalStep | TrainStep):
-        expected = "predict(lambda params, batch: ..., state, data)"
-        raise WrongTypeError("f", "predict()", trees.describe(f), expected)
+        raise WrongTypeError(
+            "f",
+            "predict()",
+            got=trees.describe(f),
+            expected="predict(lambda params, batch: ..., state, data)",
+        )
     return _predictions(f, state, data, carry, extra)
 
 
@@ -284,8 +301,12 @@ class _Model(EvalStep):
             raise LossError("result", "predict()", got, expected)
         for place, x in trees.leaves_at("outputs", outputs):
             if np.shape(x)[:1] != (rows,):
-                got, expected = trees.describe(x), f"an array that leads with {rows} rows"
-                raise LossError(place, "predict()", got, expected)
+                raise LossError(
+                    place,
+                    "predict()",
+                    got=trees.describe(x),
+                    expected=f"an array that leads with {rows} rows",
+                )
         if self.sharding is not None:
             outputs = placement.constrain_rows(outputs, self.sharding)
         return (outputs, model_state) if self.carry else outputs

@@ -29,7 +29,7 @@ from tsunax.data.positions import Data, Positioned, innermost
 from tsunax.errors import DataError, warn
 from tsunax.program import TrainStep
 from tsunax.run import chunks, fused_loop, info_columns
-from tsunax.run.chunks import NO_LIMIT, Chunk, Demand, Feeder, Limits
+from tsunax.run.chunks import NO_LIMIT, Chunk, Feeder, Limits
 from tsunax.states import COUNTED, members_of
 
 # A call has room for `steps_per_call` batches up to this; above it only for the steps of the run.
@@ -100,11 +100,6 @@ class Reading:
             (self._user_data.set_state if is_placed else self._user_data.follow)(place)
             self._user_data = None
 
-    def close(self) -> None:
-        """End the thread that reads ahead."""
-        if isinstance(self.source.data, Data):
-            self.source.data.close()
-
 
 class Feed:
     """The data of a run in chunks, each with the batches of one call.
@@ -171,15 +166,15 @@ class Feed:
         can_look_ahead = not isinstance(data, NoData) and (source.restartable or source.resumable)
         return looks_ahead and can_look_ahead and source.next_is_end()
 
-    def take(self, steps: int, state: PyTree, step: int, limit: int = NO_LIMIT) -> Chunk | None:
-        """The next batches, all of one shape; None at the end of an epoch. See `Demand`."""
+    def take(self, steps: int, state: PyTree, step: int) -> Chunk | None:
+        """The next batches, all of one shape; None at the end of an epoch."""
         if self._may_have_moved:
             home, self._may_have_moved = placement.state_sharding(state), False
             if home != self._home:
                 data, old_home, self._home = self.source.data, self._home, home
                 if _is_resident(data, home) != _is_resident(data, old_home):
                     self._feeder = self._choose(home)
-        chunk = self._feeder.take(Demand(steps, self._home, step, limit))
+        chunk = self._feeder.take(steps, self._home, step)
         self._has_ended = chunk is None
         self._place = None if isinstance(self.source.data, Data) else self.source.state()
         self._reading.follow(was_read=True)
@@ -217,9 +212,13 @@ class Feed:
             got = "ts.batches(...)" if is_of_batches else f"a {type(data).__name__}"
             got = "no data" if isinstance(data, NoData) else got
             saved = "ts.batches(...)" if is_for_batches else "data of another kind"
-            expected = f"{saved}, with which the checkpoint was saved"
-            fix = "Give the data of that run; or start another one, with another path."
-            raise DataError("data", "fit()", got, expected, fix)
+            raise DataError(
+                "data",
+                "fit()",
+                got=got,
+                expected=f"{saved}, with which the checkpoint was saved",
+                fix="Give the data of that run; or start another one, with another path.",
+            )
         self._reading.restore(place, fast_forward)
         self._place, self._has_ended = None, False
         settings, saved_settings = _settings_of(data), place.get("settings")
@@ -235,7 +234,8 @@ class Feed:
     def close(self) -> None:
         self.sync()
         self.source.give_back()
-        self._reading.close()
+        if isinstance(self.source.data, Data):
+            self.source.data.close()  # ends the thread that reads ahead
 
 
 def _feeder_of(
@@ -289,9 +289,13 @@ def check_is_lasting(place: Mapping[str, Any]) -> None:
     A loader that compares it refuses the place in the next process.
     """
     if address := re.search(r"<[^<>]{1,80} at 0x[0-9a-fA-F]+>", repr(place)):
-        expected = "a text that is the same in the next process, which resumes there"
-        fix = "Give its class a __repr__."
-        raise DataError("position of the data", "fit()", address[0], expected, fix)
+        raise DataError(
+            "position of the data",
+            "fit()",
+            got=address[0],
+            expected="a text that is the same in the next process, which resumes there",
+            fix="Give its class a __repr__.",
+        )
 
 
 class Caller:
@@ -323,18 +327,23 @@ class Caller:
             placed = placement.place_extra(new, state)
             self._user_extra, self.extra = new, placed
 
-    def take(self, n: int, state: PyTree, step: int, limit: int = NO_LIMIT) -> Chunk | None:
+    def take(self, n: int, state: PyTree, step: int) -> Chunk | None:
         """The batches of a call after `step`, n at most; None at the end of an epoch."""
-        chunk = self.feed.take(n, state, step, limit)
+        chunk = self.feed.take(n, state, step)
         self.agreement.chunk(step + 1, chunk, self.feed.source)
         return chunk
 
-    def call(self, state: PyTree, chunk: Chunk, step: int) -> tuple[PyTree, Any]:
-        """The state after these batches, and their infos, which may not be computed yet."""
+    def call(
+        self, state: PyTree, chunk: Chunk, step: int, limit: int = NO_LIMIT
+    ) -> tuple[PyTree, Any]:
+        """The state after these batches, and their infos, which may not be computed yet.
+
+        The call ends early after `limit` rejected steps in a row.
+        """
         # A profile numbers each call by its first step.
         annotation = jax.profiler.StepTraceAnnotation("train", step_num=step + 1)
-        if chunk.n is not None:
-            arguments = state, chunk.feed, chunk.n, self.extra
+        if not isinstance(chunk.feed, fused_loop.Single):
+            arguments = state, chunk.feed, chunks.count_of(chunk.steps, limit), self.extra
             self.agreement.program(self.loop.trace, *arguments)
             with annotation:
                 return self.loop(*arguments)

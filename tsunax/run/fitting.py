@@ -19,18 +19,18 @@ import jax
 import numpy as np
 
 from tsunax._core import Function, PyTree, Step, processes
-from tsunax._core.cadence import Cadence, Timer
+from tsunax._core.cadence import Timer
 from tsunax._core.interrupts import Interrupt
 from tsunax.errors import RowError, StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import info_columns
-from tsunax.run.chunks import NO_LIMIT, Chunk, epochs_of
+from tsunax.run.chunks import Chunk, epochs_of
 from tsunax.run.feed import Call, Caller, Feed
-from tsunax.run.history import Pace
+from tsunax.run.history import OF_FIT, OF_ROWS, Pace
 from tsunax.run.options import Options
 from tsunax.run.part import Part
 from tsunax.run.rejections import Rejections
-from tsunax.run.run import INTERRUPTED, OF_FIT, OF_ROWS, Beginning, Run, with_state
+from tsunax.run.run import INTERRUPTED, Beginning, Run, with_state
 from tsunax.state import own
 from tsunax.step import StepInfo
 
@@ -81,25 +81,10 @@ class Fit:
         self.trace_count: int = self.count_traces()  # at the last dispatch of calls
         self.witnessed_state: PyTree = None  # the state before a call that has witnesses
 
-    def compare(self) -> None:
-        """Compare the processes of the run."""
-        options = self.options
-        settings = {
-            "options": options.deciding(),
-            # parts with a cadence: the same on all processes
-            "parts": [
-                [type(p).__name__, str(p.cadence)] for p in self.parts if p.cadence != Cadence()
-            ],
-            "place": self.feed.source.state(),
-        }
-        functions = {"step": self.step, "evaluate": options.evaluate}
-        trees = {"state": self.run.state, "extra": dict(options.extra)}
-        self.agreement.start(functions | {"callbacks": [*options.callbacks]}, trees, **settings)
-
-    def begin(self) -> None:
-        """Hold the first boundary of the run."""
+    def hold_first_boundary(self) -> None:
+        """Hold the boundary before the first step."""
         run, is_stopped = self.run, bool(self.run.stopped)
-        self.boundary(["start"])
+        self.call_parts(["start"])
         if run.stopped and not is_stopped and self.beginning.is_resumed:
             fix = (
                 "It remembers the run: to train on, give it more patience or time, or leave it out."
@@ -119,7 +104,7 @@ class Fit:
         # A compiled loop ends by itself at too many rejections. Single calls (steps_per_call=None)
         # are read to count rejections: first all but the last, so that the device has work.
         for leave in (1, 0) if self.options.steps_per_call is None else ():
-            if self.rejections.may_end(len(self.unread)):
+            if self.rejections.in_a_row + len(self.unread) >= self.rejections.max_bad:
                 self.read(leave)
         run = self.run
         is_complete = self.options.goal.reached(run.step, self.feed.epoch) or run.stopped
@@ -161,16 +146,16 @@ class Fit:
         The number of its steps is the least of `per_call()`, `steps_to_boundary()`, the room of a
         call (`chunks.buffer_size`), and the rest of an epoch.
         """
-        run, step, limit = self.run, self.newest_step, self.rejections.limit or NO_LIMIT
+        run, step = self.run, self.newest_step
         most_steps = int(min(self.per_call(), self.steps_to_boundary()))
         # nothing is under way before a call with witnesses, because a boundary comes before
         most_steps = 1 if run.witnesses else most_steps
         with self.reading_data():
-            chunk = self.caller.take(most_steps, run.state, step, limit)
+            chunk = self.caller.take(most_steps, run.state, step)
         if chunk is None:
             return False
         self.witnessed_state = jax.tree.map(own, run.state) if run.witnesses else None
-        run.state, infos = self.caller.call(run.state, chunk, step)
+        run.state, infos = self.caller.call(run.state, chunk, step, self.rejections.limit)
         self.unread.append(Call(chunk, infos))
         self.steps_ahead += chunk.steps
         return True
@@ -193,8 +178,8 @@ class Fit:
             return self.feed.size
         return int(max(1, min(CALL_SECONDS / self.pace.step_seconds, self.feed.size)))
 
-    def dispatched(self) -> None:
-        """Called when a call is under way: reads earlier calls, if they have waited long enough."""
+    def read_earlier_calls(self) -> None:
+        """Read the calls before the one under way, if they have waited long enough."""
         clock = self.options.clock
         start = clock.since
         if is_new := self.trace_count != self.count_traces():  # compiling took a part of the time
@@ -234,7 +219,7 @@ class Fit:
         self.read(0)
         all_events = ["step"] * (self.run.step == self.next_boundary[1]) + [*events]
         if all_events or self.requests:
-            self.boundary(all_events)
+            self.call_parts(all_events)
 
     def take_epoch_end(self) -> bool:
         """Whether an epoch ends after these calls. Then the data begin the next epoch.
@@ -256,7 +241,8 @@ class Fit:
         if any(part.cadence.epochs for part in self.parts):
             self.hold_boundary("epoch")
 
-    def end(self) -> None:
+    def hold_last_boundary(self) -> None:
+        """Hold the boundary at the end of the run, and note a signal that ends it."""
         self.read(0)
         run = self.run
         if not self.signal:
@@ -266,10 +252,10 @@ class Fit:
             run.stop(INTERRUPTED)
         if slowest := self.agreement.slowest(self.options.clock.seconds):
             run.history.mark("slowest", run.step, slowest)
-        self.boundary(["end"])
+        self.call_parts(["end"])
 
-    def boundary(self, events: list[str]) -> None:
-        """Hold a boundary: call each part that is due there, in order. It serves the requests."""
+    def call_parts(self, events: list[str]) -> None:
+        """Call each part that is due at this boundary, in order. The boundary serves requests."""
         clock, run = self.options.clock, self.run
         boundary_start = clock.lap("idle")
         requests, self.requests = sorted(self.requests), set()
@@ -338,9 +324,9 @@ class Fit:
             infos, named = info_columns.unpacked(infos, [chunk.steps for chunk in chunks])
             ready = (chunk.steps for chunk, infos in self.unread if info_columns.is_ready(infos))
             self.pace.measure(sum(chunk.steps for chunk in chunks), sum(ready))
-            self.rows(chunks, infos, named)
+            self.make_rows(chunks, infos, named)
 
-    def rows(self, chunks: Sequence[Chunk], infos: PyTree, named: dict[str, Any]) -> None:
+    def make_rows(self, chunks: Sequence[Chunk], infos: PyTree, named: dict[str, Any]) -> None:
         """Make rows of these steps, one for every `log_every`, and call `read` of the parts."""
         run, log_every, rejections = self.run, self.options.log_every, self.rejections
         epochs = epochs_of(chunks)
@@ -384,8 +370,12 @@ class Fit:
         if isinstance(run.info, info_columns.StatesInfo):
             clock, run.info = run.info.clock, run.info.info
             if has_clock and int(clock[0]) != run.step:
-                got, expected = f"a run at step {clock[0]}", f"{run.step}: one run.advance() a call"
-                raise StateError("state", "step", got, expected)
+                raise StateError(
+                    "state",
+                    "step",
+                    got=f"a run at step {clock[0]}",
+                    expected=f"{run.step}: one run.advance() a call",
+                )
         rejections.by_member = rejected[n - 1]
         try:
             for part in self.parts:
@@ -413,7 +403,12 @@ class Fit:
         held_numbers = self.held_numbers.columns_of(run.state)
         reserved = {*OF_ROWS, *OF_FIT, *named, *held_numbers}
         if reserved_names := [name for name in info_columns.user_names(infos) if name in reserved]:
-            got, fix = "a name that fit reserves", "Rename the metric."
-            raise RowError(f"metric {reserved_names[0]!r}", "loss_fn", got, "another name", fix)
+            raise RowError(
+                f"metric {reserved_names[0]!r}",
+                "loss_fn",
+                got="a name that fit reserves",
+                expected="another name",
+                fix="Rename the metric.",
+            )
         run.row_names.update(columns, held_numbers)
         return columns, rates | held_numbers

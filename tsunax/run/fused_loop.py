@@ -124,19 +124,6 @@ class Stacked:
         return jax.tree.map(row, self.batches)
 
 
-class Compiled(dict[Any, Any]):
-    """The calls that a program was compiled for: forms of the batches, and types of the states."""
-
-    size: int = 0  # entries of the program's cache after a call; `jax.clear_caches` empties it
-
-    def known_types(self, form: Any, program: Any) -> list[Any]:
-        """The types of states of calls with this form; none if programs were dropped since."""
-        if program._cache_size() < self.size:
-            self.clear()
-            self.size = 0
-        return self.setdefault(form, [])
-
-
 @dataclass(frozen=True)
 class Fused:
     """The compiled loop of a step: `(state, feed, (n, limit), extra) -> (state, infos)`.
@@ -154,9 +141,9 @@ class Fused:
         return Programs(self._compiled_on)
 
     @functools.cached_property
-    def compiled(self) -> dict[Any, Compiled]:
-        """The calls that each program was compiled for."""
-        return collections.defaultdict(Compiled)
+    def known_types(self) -> dict[Any, list[Any]]:
+        """The types of the calls that each program was compiled for."""
+        return collections.defaultdict(list)
 
     def _compiled_on(self, place: tuple[placement.MeshShardings | None, str]) -> Any:
         (shardings, platform), step = place, self.step
@@ -217,18 +204,13 @@ class Fused:
             infos = with_scheduled(infos, state)
             return moving, dict(zip(changed, changed_leaves, strict=True)), infos
 
-        return self._jitted(train_steps, shardings, platform)
-
-    def _jitted(self, train_steps: Any, shardings: Any, platform: str) -> Any:
-        """The compiled loop. It donates the moving leaves, and leaves the state where it was."""
-        out = None if shardings is None else (shardings.of_leaves, None, shardings.replicated)
-        donated = (1,) if self.donate else ()
+        # The compiled loop donates the moving leaves, and leaves the state where it was.
         is_on_gpu = shardings is None and platform == "gpu"
         return jax.jit(
             train_steps,
             static_argnums=0,
-            donate_argnums=donated,
-            out_shardings=out,
+            donate_argnums=(1,) if self.donate else (),
+            out_shardings=shardings and (shardings.of_leaves, None, shardings.replicated),
             compiler_options=_options_of_loop() if is_on_gpu else None,
         )
 
@@ -244,8 +226,13 @@ class Fused:
         new, info = self._call_step(run, batch, extra)
         _check_same(run, new)
         if new.clock is run.clock:
-            got, fix = "a run that counts no call", "End it: return run.advance(...), info."
-            raise StateError("state", "step", got, "one with a call more", fix)
+            raise StateError(
+                "state",
+                "step",
+                got="a run that counts no call",
+                expected="one with a call more",
+                fix="End it: return run.advance(...), info.",
+            )
         return new, info
 
     def _call_step(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
@@ -310,9 +297,9 @@ class Fused:
         them before the call costs five times as much. The first call of a form is traced, which
         runs the user's code under the user's guard, and compiled, which reads constants.
         """
-        kind, moving, fixed, feed, _, extra = arguments
-        compiled, types = self.compiled[program], _types((moving, fixed))
-        known_types = compiled.known_types((kind, _form(feed), _form(extra)), program)
+        types, known_types = _types(arguments), self.known_types[program]
+        if program._cache_size() < len(known_types):  # `jax.clear_caches` has emptied it
+            known_types.clear()
         if types in known_types:
             with _SENDS("allow"), _RECEIVES("disallow"):
                 return program(*arguments)
@@ -320,7 +307,6 @@ class Fused:
         with _SENDS("allow"):
             out = program(*arguments)
         known_types.append(types)
-        compiled.size = program._cache_size()
         return out
 
 
@@ -341,21 +327,16 @@ def _check_same(old, new) -> None:
     checks.check_like("state", new, old, "A step returns (state, info), the state as it got it.")
 
 
-def _form(tree: PyTree) -> Any:
-    """The structure of a small tree, and the types of its arrays and numbers."""
-    leaves, treedef = jax.tree.flatten(tree)
-    type_of = lambda x: (getattr(x, "dtype", type(x)), getattr(x, "weak_type", False))
-    return treedef, tuple((np.shape(x), *type_of(x)) for x in leaves)
-
-
-def _types(tree: PyTree) -> Any:
-    """The structure of a state, the types of its arrays, and a sharding, for comparison.
+def _types(arguments: tuple[Any, ...]) -> Any:
+    """The structures, types and a sharding that a call is compiled for, to compare calls.
 
     A program returns the same objects each time, which are compared faster than they are hashed.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    types = [(getattr(x, "aval", None) or jax.typeof(x)) for x in leaves]
-    return treedef, types, [getattr(x, "sharding", None) for x in leaves[:1]]
+    kind, moving, fixed, feed, _, extra = arguments
+    leaves, treedef = jax.tree.flatten((moving, fixed, feed, extra))
+    array_type = lambda x: (np.shape(x), getattr(x, "dtype", type(x)))
+    types = [getattr(x, "aval", None) or array_type(x) for x in leaves]
+    return kind, treedef, types, [getattr(x, "sharding", None) for x in leaves[:1]]
 
 
 def lowerable(step: Any, state: PyTree) -> Any:

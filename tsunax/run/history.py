@@ -22,6 +22,9 @@ from tsunax._core import Figure, tables, trees
 from tsunax.errors import RowError, unknown
 
 CAUSES = ("compile", "data", "device", "evaluation", "checkpoint", "callbacks", "idle")
+# Names of rows that `fit` fills: no metric may have such a name.
+OF_ROWS = ("loss", "grad_norm", "update_norm", "loss_scale", "dropped", "weight", "step")
+OF_FIT = ("epoch", "rejected", "steps_per_second", "examples_per_second")
 MOST_ROWS = 50_000  # rows that a history keeps
 MOST_MARKS = 10_000
 RECENT_READS = 16  # the pace of a run is measured over this many reads
@@ -374,8 +377,12 @@ def check_names(row: Iterable[Any], where: str = "row") -> None:
     """
     for name in row:
         if name in ("", "step", "run_id") or not (isinstance(name, str) and name.isprintable()):
-            expected = "a printable name like 'loss' or 'val/loss', not 'step' or 'run_id'"
-            raise RowError("name of a number", where, ascii(name), expected)
+            raise RowError(
+                "name of a number",
+                where,
+                got=ascii(name),
+                expected="a printable name like 'loss' or 'val/loss', not 'step' or 'run_id'",
+            )
 
 
 def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:

@@ -12,7 +12,7 @@ import numpy as np
 from tsunax._core import Function, PyTree, Scalar, TreeDef, tables
 from tsunax.errors import RowError
 from tsunax.rules.number_table import Numbers
-from tsunax.run.run import OF_FIT
+from tsunax.run.history import OF_FIT
 from tsunax.states import COUNTED, States, check_local_members, numbers_of, training_states
 from tsunax.step import StepInfo
 
@@ -214,8 +214,9 @@ def columns(infos: PyTree) -> dict[str, Any]:
     rejected = infos.rejected if isinstance(infos, StatesInfo) else {}
     rejected = {f"{name}/rejected": x for name, x in rejected.items()}
     if taken_names := [name for name in rejected if name in numbers]:
-        got, expected = "a name that fit reserves", "another name"
-        raise RowError(repr(taken_names[0]), "step", got, expected)
+        raise RowError(
+            repr(taken_names[0]), "step", got="a name that fit reserves", expected="another name"
+        )
     by_name: dict[str, Any] = {}
     for name, x in (numbers | rejected).items():
         by_name |= {} if x is None else by_element(name, x)

@@ -139,8 +139,12 @@ class _TextFile(_Log):
         beginning = f"{lines[0]}," if lines else last_line.strip("\0")
         is_match = lambda x: beginning.startswith(x) or (not lines and x.startswith(beginning))
         if "\ufffd" in "".join(lines) or not any(map(is_match, self._BEGINNINGS)):
-            expected = f"{self._BEGINNINGS[0]!r} at the beginning of this logger's own file"
-            raise SaveError(str(self.path), self._where, repr(content[:40]), expected)
+            raise SaveError(
+                str(self.path),
+                self._where,
+                got=repr(content[:40]),
+                expected=f"{self._BEGINNINGS[0]!r} at the beginning of this logger's own file",
+            )
         lines.append(last_line)
         repaired = "".join(f"{x}\n" for x in self._repaired(lines, first, names)).encode()
         if repaired != content:

@@ -20,64 +20,33 @@ import stat
 import threading
 import time
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from tsunax._core import durable_files
 from tsunax.errors import CheckpointError
 
 MOST_BYTES = 4096  # the length of a command
 MOST_BYTES_OF_ANSWER = 1 << 16  # the numbers of `status` are the longest answer
-# The end of a run waits so long for a look, and for an answer: a bucket may never reply.
+# The most time for a look, and for an answer, at the end of a run: a bucket may never reply.
 MOST_SECONDS = 15.0
 _NAME = re.compile(r"\d{8}T\d{6}-[0-9a-f]{8}\.json", re.ASCII)
 
 
-class Mailbox(Protocol):
-    """The side of a run, and the side of senders."""
-
-    #: Seconds between two looks of a run. A shorter time would cost a slow disk, or requests, more,
-    #: with a longer one people would send their command again.
-    look_seconds: float
-    #: Seconds between two looks of a sender for its answer.
-    seconds_between_questions: float
-
-    def prepare(self) -> None: ...
-
-    def has_commands(self) -> bool | None:
-        """Whether commands wait; None while that is being found out."""
-
-    def look(self) -> None:
-        """Find out now whether commands wait."""
-
-    def wait(self) -> None:
-        """Wait until the last answer is written."""
-
-    def names(self) -> list[str]:
-        """The commands in their order."""
-        ...
-
-    def load(self, name: str) -> bytes: ...
-
-    def answer(self, name: str, text: str) -> None:
-        """Write the answer to a command, and delete the command."""
-
-    def send(self, content: bytes) -> str:
-        """Write a command; its name. CheckpointError if an earlier command keeps it out."""
-        ...
-
-    def take_answer(self, name: str) -> str | None:
-        """The answer to a command, once it is there."""
-
-
 class FolderMailbox:
-    """Files in the `control` folder of a run's directory; the folder belongs to the run's user."""
+    """Files in the `control` folder of a run's directory; the folder belongs to the run's user.
 
+    A run calls `prepare`, `has_commands`, `names`, `load` and `answer`, and at its end `look` and
+    `wait`. A sender calls `send`, and then `take_answer` until it is there.
+    """
+
+    # Seconds between two looks of a run. A shorter time would cost a slow disk, or requests, more,
+    # with a longer one people would send their command again.
     look_seconds: float = 10.0
-    seconds_between_questions: float = 0.05
+    seconds_between_questions: float = 0.05  # A sender looks for its answer so often.
 
     def __init__(self, directory: Path) -> None:
         self.folder: Path = directory / durable_files.CONTROL
-        # commands that were obeyed, also those that a full disk keeps there without an answer
+        # the commands that were obeyed: a full disk may keep one there, without its answer
         self.answered: set[str] = set()
 
     def prepare(self) -> None:
@@ -86,7 +55,8 @@ class FolderMailbox:
             if durable_files.is_real_directory(self.folder):  # a link may lead anywhere
                 os.chmod(self.folder, 0o700)
 
-    def has_commands(self) -> bool:
+    def has_commands(self) -> bool | None:
+        """Whether commands wait; None while that is being found out."""
         return bool(self.names())
 
     def look(self) -> None:
@@ -112,6 +82,7 @@ class FolderMailbox:
         return durable_files.read(self.folder / name, MOST_BYTES)
 
     def answer(self, name: str, text: str) -> None:
+        """Write the answer to a command, and delete the command."""
         path = self._answer_path(name)
         self.answered.add(name)
         with contextlib.suppress(OSError):
@@ -123,6 +94,7 @@ class FolderMailbox:
         return (self.folder / name).with_suffix(".answer")
 
     def send(self, content: bytes) -> str:
+        """Write a command; its name. CheckpointError if an earlier command keeps it out."""
         if not durable_files.is_real_directory(self.folder):
             path, got = str(self.folder.parent), "a run that takes no commands yet"
             raise CheckpointError("run", path, got, "a run of fit that has begun")
@@ -223,9 +195,12 @@ class BucketMailbox:
             with contextlib.suppress(OSError, ValueError):
                 if self.command.read(MOST_BYTES)[0] == content:
                     return durable_files.sha256(content)
-            fix = "The run answers it at its next look, or at its next start."
             raise CheckpointError(
-                "command", str(self.command), "another command that waits", "none", fix
+                "command",
+                str(self.command),
+                got="another command that waits",
+                expected="none",
+                fix="The run answers it at its next look, or at its next start.",
             ) from None
         return durable_files.sha256(content)
 
@@ -238,7 +213,10 @@ class BucketMailbox:
         return None
 
 
+Mailbox: TypeAlias = FolderMailbox | BucketMailbox
+
+
 def mailbox_of(directory: Any) -> Mailbox:
     """The mailbox of a run's directory: a local path, or the address of a bucket."""
-    kind = FolderMailbox if isinstance(directory, Path) else BucketMailbox
-    return kind(directory)
+    is_local = isinstance(directory, Path)
+    return FolderMailbox(directory) if is_local else BucketMailbox(directory)

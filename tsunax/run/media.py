@@ -32,8 +32,12 @@ class Image:
         pixels = pixels[..., None] if pixels.ndim == 2 else pixels
         is_real = np.issubdtype(pixels.dtype, np.floating) or str(pixels.dtype) == "bfloat16"
         if pixels.ndim != 3 or pixels.shape[-1] not in (1, 3, 4) or not pixels.size:
-            expected = "(height, width) or (height, width, 1, 3 or 4)"
-            raise RowError("array", "Image()", trees.describe(array), expected)
+            raise RowError(
+                "array",
+                "Image()",
+                got=trees.describe(array),
+                expected="(height, width) or (height, width, 1, 3 or 4)",
+            )
         if is_real:
             pixels = np.round(np.clip(np.nan_to_num(pixels.astype(np.float32)), 0, 1) * 255)
         elif pixels.dtype != np.uint8:
@@ -75,8 +79,12 @@ class Histogram:
             array, edges = np.histogram(array[np.isfinite(array)], bins)
         edges = np.asarray(edges, np.float64)
         if array.ndim != 1 or edges.shape != (len(array) + 1,):
-            expected = f"edges of the shape ({len(array) + 1},)" if array.ndim else "an array"
-            raise RowError("histogram", "Histogram()", f"edges {edges.shape}", expected)
+            raise RowError(
+                "histogram",
+                "Histogram()",
+                got=f"edges {edges.shape}",
+                expected=f"edges of the shape ({len(array) + 1},)" if array.ndim else "an array",
+            )
         self.counts: np.ndarray = array.astype(np.float64)
         self.edges: np.ndarray = edges
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import PyTree, Step, checks, processes
+from tsunax._core.cadence import Cadence
 from tsunax._core.interrupts import SAVING, Interrupt
 from tsunax.data.positions import innermost
 from tsunax.errors import warn
@@ -91,13 +92,27 @@ def begin(
         interrupt.requests.add(("end", rewound.signal))
     orders = in_order, begin_order
     fit = Fit(step, options, feed, run, *orders, agreement, beginning, interrupt=interrupt)
-    fit.compare()
+    _compare(fit)
     if rewound is None and restart is not None and restart.step is not None:
         if not fit.has_nothing_to_do():
             history.mark("restart", start)
             restart.warn_of_edits(start)
         run.note(f"resumed from {restart.saver.path}, step {start}")
     return fit
+
+
+def _compare(fit: Fit) -> None:
+    """Compare the processes of the run."""
+    options = fit.options
+    cadences = [[type(part).__name__, str(part.cadence)] for part in fit.parts]
+    fit.agreement.start(
+        {"step": fit.step, "evaluate": options.evaluate, "callbacks": [*options.callbacks]},
+        {"state": fit.run.state, "extra": dict(options.extra)},
+        options=options.deciding(),
+        # parts with a cadence: the same on all processes
+        parts=[x for x in cadences if x[1] != str(Cadence())],
+        place=fit.feed.source.state(),
+    )
 
 
 def _history_of(options: Options, restart: Any, is_rewound: bool) -> tuple[History, dict[str, Any]]:

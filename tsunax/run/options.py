@@ -26,8 +26,12 @@ class Goal:
         self, where: str, steps: int | None, epochs: int | None, has_data: bool = True
     ) -> None:
         if (steps is None) == (epochs is None) or (steps is None and not has_data):
-            got = f"steps={steps} and epochs={epochs}"
-            raise WrongTypeError("goal", where, got, "one of them, and steps= without data")
+            raise WrongTypeError(
+                "goal",
+                where,
+                got=f"steps={steps} and epochs={epochs}",
+                expected="one of them, and steps= without data",
+            )
         name = "epochs" if steps is None else "steps"
         count = checks.check_count(epochs if steps is None else steps, where, name)
         self.steps: int | None = None if steps is None else count
@@ -87,14 +91,23 @@ class Options:
         self.parts = tuple(f for f in functions if isinstance(f, Part))
         for part in self.parts:
             if not callable(part.at):
-                got, expected = trees.describe(part.at), "a method at(run, events)"
-                raise WrongTypeError(f"{type(part).__name__}.at", where, got, expected)
+                raise WrongTypeError(
+                    f"{type(part).__name__}.at",
+                    where,
+                    got=trees.describe(part.at),
+                    expected="a method at(run, events)",
+                )
         self.callbacks = tuple(f for f in functions if not isinstance(f, Part | watchdog))
         self.loggers = () if self.loggers is None else _listed(self.loggers)
         for f in self.callbacks:
             if isinstance(f, type):
-                fix = f"Call it: {f.__name__}(...)."
-                raise WrongTypeError("callback", where, trees.describe(f), "a function", fix)
+                raise WrongTypeError(
+                    "callback",
+                    where,
+                    got=trees.describe(f),
+                    expected="a function",
+                    fix=f"Call it: {f.__name__}(...).",
+                )
         for f in self.loggers:
             checks.check_takes("logger", where, f, "f(row, step=...)", {}, step=0)
         paths = [str(f.path) for f in self.loggers if hasattr(f, "path")]
@@ -106,8 +119,12 @@ class Options:
     def _check_evaluate(self, where: str) -> None:
         if self.evaluate is None:
             if self.evaluate_every != "epoch":
-                got = f"None, but evaluate_every={self.evaluate_every!r}"
-                raise WrongTypeError("evaluate", where, got, "a function")
+                raise WrongTypeError(
+                    "evaluate",
+                    where,
+                    got=f"None, but evaluate_every={self.evaluate_every!r}",
+                    expected="a function",
+                )
             return
         example = "f(state), as lambda state: ts.evaluate(eval_step, state, {'val': data})"
         if isinstance(self.evaluate, EvalStep):
@@ -196,8 +213,12 @@ def _listed(functions: Any) -> tuple[Any, ...]:
 def check_step(where: str, step: object, state: PyTree) -> None:
     """Raise WrongTypeError unless `step` is a step, and StateError for a state that is gone."""
     if not callable(step):
-        expected = f"a function (state, batch) -> (state, info): {where[:-1]}step, state, ...)"
-        raise WrongTypeError("step", where, trees.describe(step), expected)
+        raise WrongTypeError(
+            "step",
+            where,
+            got=trees.describe(step),
+            expected=f"a function (state, batch) -> (state, info): {where[:-1]}step, state, ...)",
+        )
     if isinstance(step, TrainStep):
         check_state(state, where)
     else:

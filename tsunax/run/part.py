@@ -45,8 +45,12 @@ class Part:
 
     @property
     def cadence(self) -> Cadence:
-        """The parsed `every`, which a user may change between two runs."""
-        return cadence_of(self.every, type(self).__name__, "every")
+        """The parsed `every`, which a user may change. Only another value is parsed again."""
+        parsed_every, cadence = vars(self).get("_parsed", (self, Cadence()))
+        if parsed_every is not self.every:
+            cadence = cadence_of(self.every, type(self).__name__, "every")
+            vars(self)["_parsed"] = self.every, cadence  # a part may be a frozen dataclass
+        return cadence
 
     @functools.cached_property
     def timers(self) -> Sequence[Timer]:

@@ -10,7 +10,7 @@ from tsunax import guard
 from tsunax._core import PyTree, Step, processes, trees
 from tsunax.errors import NonFiniteError, warn
 from tsunax.program import TrainStep
-from tsunax.run.chunks import Chunk, epochs_of
+from tsunax.run.chunks import NO_LIMIT, Chunk, epochs_of
 from tsunax.run.info_columns import counts_of, most_calls, step_infos
 from tsunax.run.run import MOST_REJECTED, Rejected, Run
 from tsunax.state import TrainState
@@ -36,17 +36,13 @@ class Rejections:
         has_scale = any(s.loss_scale is not None for s in training_states(state).values())
         # rejected steps in a row that end a call; under a loss scale some do not count
         most_rejected = self.max_bad + int(np.min(counts[:, 3]))
-        self.limit: int | None = None if has_scale or self.is_population else most_rejected
-
-    def _has_one_verdict(self, info: Any) -> bool:
-        """Whether a call has one verdict and one state."""
-        is_one_state = isinstance(self.run.state, TrainState) and not self.is_population
-        return isinstance(info, StepInfo) and is_one_state
+        self.limit: int = NO_LIMIT if has_scale or self.is_population else most_rejected
 
     def _has_batch(self, info: Any) -> bool:
-        """Whether this process has the whole batch of a rejected call: each may have a part."""
-        is_alone = isinstance(self.step, TrainStep) and processes.current().sees_everything
-        return is_alone and self._has_one_verdict(info)
+        """Whether this process has the whole batch of a call with one verdict and one state."""
+        is_one_state = isinstance(self.run.state, TrainState) and not self.is_population
+        is_alone = processes.current().sees_everything
+        return is_alone and is_one_state and isinstance(info, StepInfo)
 
     def _rejected_parts(self, info: PyTree) -> list[tuple[str, TrainState, StepInfo]]:
         """The rejected parts of a call, (name, state, info), if the infos name their states."""
@@ -55,10 +51,6 @@ class Rejections:
         states, infos = training_states(self.run.state), step_infos(info, self.run.state)
         is_rejected = lambda x: not np.ndim(x.verdict) and (x.verdict or 0) > 0
         return [(name[:-1], states[name], x) for name, x in infos.items() if is_rejected(x)]
-
-    def may_end(self, unread_calls: int) -> bool:
-        """Whether the run ends if all of these calls were rejected."""
-        return self.in_a_row + unread_calls >= self.max_bad
 
     def note(
         self,
@@ -99,7 +91,7 @@ class Rejections:
                     loss = f" (loss {float(x):.6g})"
                 place = f"step {int(steps[i])} of epoch {epochs_of(chunks)[i]}"
                 text = f"{place} was rejected{loss}{members}: {reason}"
-                if self._has_batch(infos):
+                if isinstance(self.step, TrainStep) and self._has_batch(infos):
                     (_, state, info), (batch, _) = parts[0], _batch_of(i, chunks)
                     text += step_errors.about_batch(self.step, state, info, batch, extra)
                 is_whole = isinstance(run.state, TrainState) and not members
@@ -116,9 +108,8 @@ class Rejections:
         """Keep the last rejected calls, for `replay`: each costs a transfer of its batch."""
         state, calls_before = self.run.state, self.calls
         self.calls += len(verdicts)
-        has_batch = self._has_one_verdict(infos) and processes.current().sees_everything
-        if not has_batch or not np.any(verdicts > 0):
-            return  # if there are several processes, none has the whole batch
+        if not self._has_batch(infos) or not np.any(verdicts > 0):
+            return
         from tsunax._step import step_errors
 
         for i in map(int, np.flatnonzero(verdicts > 0)[-MOST_REJECTED:]):
@@ -142,7 +133,7 @@ class Rejections:
             reason = guard.explain(int(run.info.verdict[members[0]]), run.state.opt_state)
             reason += f", members {trees.listed(list(map(str, members)), 8)}"
         later_calls = most_calls(run.state) - self.calls  # a call of the loop has many steps
-        if self._has_batch(run.info):
+        if isinstance(self.step, TrainStep) and self._has_batch(run.info):
             from tsunax._step import step_errors
 
             batch, _ = _batch_of(i, chunks)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
@@ -29,11 +30,10 @@ from tsunax.checkpoints.edits import (
 )  # fmt: skip
 from tsunax.checkpoints.saving import Restored
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, warn
+from tsunax.hyper import adjust, hyperparams
 from tsunax.run.history import History
 from tsunax.run.info_columns import counts_calls, counts_of, most_calls
-from tsunax.run.rewind_request import Rewind, slowed
-from tsunax.run.run import Run
-from tsunax.states import training_states
+from tsunax.states import COUNTED, training_states
 
 # The rows that a loss is compared with. With more, a loss that falls fast hides its spikes; with
 # fewer, noise makes some.
@@ -42,6 +42,50 @@ LEAST_ROWS = 5
 # A spike is this many median deviations above the median: 8 are 5 standard deviations of a normal
 # distribution, once in millions of rows.
 SPIKE_DEVIATIONS = 8.0
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """A request to go back."""
+
+    back: int
+    factor: float
+    data: str
+
+    def __post_init__(self) -> None:
+        checks.check_count(self.back, "run.rewind()", "back")
+        if not (isinstance(self.factor, int | float) and 0 < self.factor < math.inf):
+            raise HyperparameterError("factor", "run.rewind()", self.factor, "a number > 0")
+        checks.check_choice(self.data, "run.rewind()", "data", ("skip", "repeat"))
+
+    def check(self, run: Any) -> None:
+        """Raise unless this run can go back now. See `Run.rewind`."""
+        if not isinstance(run.state, COUNTED):
+            raise StateError(
+                "state",
+                "run.rewind()",
+                got=trees.describe(run.state),
+                expected="a TrainState or States",
+            )
+        rewinds.check_can_rewind(run.saver, run.step)
+        slowed(run.state, self.factor)
+
+
+def slowed(state: Any, factor: float) -> Any:
+    """The state with `factor` times its learning rates. HyperparameterError if it has none."""
+    if factor == 1:
+        return state
+    numbers = hyperparams(state)
+    names = [name for name in numbers if name.partition("@")[0].endswith("learning_rate")]
+    if not names:
+        raise HyperparameterError(
+            "rule",
+            "run.rewind()",
+            got=f"{', '.join(numbers) or 'no live numbers'}",
+            expected="a live learning rate",
+            fix="Or give factor=1.",
+        )
+    return adjust(state, **{name: numbers[name] * factor for name in names})
 
 
 def with_calls_of(state: PyTree, counted_state: PyTree) -> PyTree:
@@ -56,14 +100,18 @@ def with_calls_of(state: PyTree, counted_state: PyTree) -> PyTree:
     return jax.tree.map(lambda x: clocks.get(id(x), x), state)
 
 
-def go_back(saving: Any, run: Run) -> Restored:
+def go_back(saving: Any, run: Any) -> Restored:
     """Save the checkpoint of a rewind, wait until it is on the disk, and return it.
 
     `saving` is the part that saves the run.
     """
     if counts_calls(run.state):
-        got, expected = "a population", "a TrainState or States with steps that are not its calls"
-        raise StateError("state", "run.rewind()", got, expected)
+        raise StateError(
+            "state",
+            "run.rewind()",
+            got="a population",
+            expected="a TrainState or States with steps that are not its calls",
+        )
     request, saver, calls = run.rewinding, saving.saver, most_calls(run.state)
     restored = rewinds.newest_before(saver, run.step, request.back, saving.like)
     step: Any = restored.step
@@ -146,7 +194,7 @@ class rewind:
     rewind(when='spike', back=500, factor=0.5, data='skip', at_most=3)
     """
 
-    when: str | Callable[[Run], Any] = "spike"
+    when: str | Callable[[Any], Any] = "spike"
     _: KW_ONLY
     back: int = 100
     factor: float = 0.5
@@ -163,14 +211,19 @@ class rewind:
         if isinstance(self.when, str):
             checks.check_choice(self.when, "rewind()", "when", ("spike", "rejected"))
         elif not callable(self.when):
-            expected = "'spike', 'rejected' or f(run)"
-            raise WrongTypeError("when", "rewind()", trees.describe(self.when), expected)
+            raise WrongTypeError(
+                "when",
+                "rewind()",
+                got=trees.describe(self.when),
+                expected="'spike', 'rejected' or f(run)",
+            )
 
-    def __call__(self, run: Run) -> None:
+    def __call__(self, run: Any) -> None:
         scales = [s.loss_scale for s in training_states(run.state).values()]
         if run.event == "start" and self.when == "rejected" and scales.count(None) < len(scales):
-            got, expected = "'rejected' with a loss scale", "'spike' or f(run)"
-            raise HyperparameterError("when", "rewind()", got, expected)
+            raise HyperparameterError(
+                "when", "rewind()", got="'rejected' with a loss scale", expected="'spike' or f(run)"
+            )
         if run.event in ("start", "end") or not self._is_due(run):
             return
         count = run.memory.get("rewinds", 0) + 1
@@ -180,7 +233,7 @@ class rewind:
         elif count == self.at_most + 1:
             warn(f"rewind(): after {self.at_most} rewinds the run goes on from step {run.step}.")
 
-    def _is_due(self, run: Run) -> bool:
+    def _is_due(self, run: Any) -> bool:
         if not isinstance(self.when, str):
             return bool(self.when(run))
         if self.when == "rejected":

@@ -14,16 +14,12 @@ import numpy as np
 
 from tsunax._core import Function, PyTree, Scalar, trees
 from tsunax.errors import RowError, StateError
-from tsunax.run.history import History, check_names, check_row
+from tsunax.run.history import OF_FIT, OF_ROWS, History, check_names, check_row
 from tsunax.run.options import Options
 from tsunax.run.part import EachBoundary, blamed
 from tsunax.state import TrainState, check_state
 
-# Names of rows that `fit` fills: no metric may have such a name.
-OF_ROWS = ("loss", "grad_norm", "update_norm", "loss_scale", "dropped", "weight", "step")
-OF_FIT = ("epoch", "rejected", "steps_per_second", "examples_per_second")
 INTERRUPTED = "interrupted"  # the reason of a run that a signal ended
-REWIND = "rewind "  # the beginning of a request to go back, for other processes
 MOST_REJECTED = 3  # calls that are kept, each with its batch on the host
 
 
@@ -46,9 +42,13 @@ class Rejected:
         """
         check_state(state, "Rejected.of()")
         if exact and int(state.step) != self.step:
-            got, expected = f"step {int(state.step)}", f"that of step {self.step}, where it was"
-            fix = "Take of(state, exact=False), or end the run at the first one: max_bad=1."
-            raise StateError("state", "Rejected.of()", got, expected, fix)
+            raise StateError(
+                "state",
+                "Rejected.of()",
+                got=f"step {int(state.step)}",
+                expected=f"that of step {self.step}, where it was",
+                fix="Take of(state, exact=False), or end the run at the first one: max_bad=1.",
+            )
         fields: dict[str, Any] = {"calls": self.calls}
         if self.loss_scale is not None and state.loss_scale is not None:
             scale = np.float32(self.loss_scale)
@@ -142,9 +142,13 @@ class Run:
     def check_own(self, numbers: Mapping[str, Any], where: str) -> None:
         """Raise RowError for a name that the rows of training have: a column has one meaning."""
         if taken_names := [name for name in numbers if name in self.row_names]:
-            got, expected = "a name of the training rows", "a name of its own"
-            fix = "Name it: 'val/loss', or ts.evaluate(eval_step, state, {'val': data})."
-            raise RowError(repr(taken_names[0]), where, got, expected, fix)
+            raise RowError(
+                repr(taken_names[0]),
+                where,
+                got="a name of the training rows",
+                expected="a name of its own",
+                fix="Name it: 'val/loss', or ts.evaluate(eval_step, state, {'val': data}).",
+            )
 
     def replace_state(self, state: PyTree, source: str) -> None:
         """Go on with another state. The source is the callback or the command that made it."""
@@ -175,7 +179,7 @@ class Run:
         Raises CheckpointError without an earlier checkpoint on a disk, StateError for a population,
         because its steps are calls, HyperparameterError for a rule without a live learning rate.
         """
-        from tsunax.run.rewind_request import Rewind
+        from tsunax.run.rewinding import Rewind
 
         request = Rewind(back, factor, data)
         request.check(self)

@@ -147,6 +147,11 @@ def _calls_of(run: Run) -> int:
     return most_calls(run.state) if isinstance(run.state, COUNTED) else run.step
 
 
+def _key_of(run: Run, place: Mapping[str, Any]) -> tuple[int, int, int]:
+    """The step, the epoch and the position of a save."""
+    return run.step, place["epoch"], place["position"]
+
+
 class Saving(EachBoundary):
     """Saves a run: as `every` says, at the best values of a metric, and at the end."""
 
@@ -169,7 +174,7 @@ class Saving(EachBoundary):
         # False, because unknown, for a state in hand
         was_fresh = bool(saved_script.get("is_fresh", restart.step is None))
         self.was_fresh: bool = was_fresh and not restart.is_in_hand
-        self.saved: Any = None  # the step, the epoch and the position of the last save
+        self.saved: Any = None  # see `_key_of`
         self.like: PyTree = _with_own_numbers(restart.like)
         self.edits: list[Edit] = parse_edits(saved_script.get("edits"))
         # `(source, calls)` of a change of the state before this run that no callback made
@@ -206,55 +211,55 @@ class Saving(EachBoundary):
     def begin(self, run: Run) -> None:
         self._look_at_data(run, is_first=True)
         if self.is_resumed:
-            place = run.feed.place()
-            self.saved = run.step, place["epoch"], place["position"]
+            self.saved = _key_of(run, run.feed.place())
 
     def at(self, run: Run, events: list[str]) -> None:
-        saver, is_end = self.saver, "end" in events
-        saver.poll()
-        is_requested = "save" in events or Part.due(self, run, events)
-        # A run that begins at one of the steps of `every` saves there, too.
-        due = is_requested or self.cadence.is_at_step(run.step)
-        must_save = self._record_edits(run, events)
+        """Save at the end, for a change that no resume repeats, and if a new step is due or best.
+
+        A rewind saves another checkpoint, from which the run begins again.
+        """
+        self.saver.poll()
+        is_end, must_save = "end" in events, self._record_edits(run, events)
         if run.rewinding is not None and not run.stopped:
             if not is_end:
-                from tsunax.run.rewinding import go_back
-
-                with self.options.clock("checkpoint"):
-                    self._look_at_data(run)
-                    checkpoint = go_back(self, run)
-                run.restart = Restart(self.saver, checkpoint, False, self.script, self.like)
+                self._go_back(run)
                 return
             warn(f"run.rewind(): too late at the end of the run, step {run.step}.")
-        # the end is saved again, because evaluation and callbacks add to the save at this step
+        is_requested = "save" in events or Part.due(self, run, events)
+        # A run that begins at one of the steps of `every` saves there, too.
+        is_due = is_requested or self.cadence.is_at_step(run.step)
         place = run.feed.place()
-        key = run.step, place["epoch"], place["position"]
-        is_new = self.saved != key
-        if is_end or must_save or (is_new and (due or self._is_best(run))):
-            with self.options.clock("checkpoint"):
-                self._look_at_data(run)
-                self.saved = key
-                run.rows.sync()
-                facts = self._ending(run, is_end) | {"has_open_row": run.rows.is_open}
-                is_fresh = self.was_fresh if run.has_made_step is None else run.has_made_step
-                is_looped = self.options.steps_per_call is not None
-                facts |= {
-                    "is_fresh": is_fresh,
-                    "is_looped": is_looped,
-                    "edits": dump_edits(self.edits),
-                    "untold_changes": self.untold_changes,
-                }
-                saver._save(
-                    run.state,
-                    run.step,
-                    place,
-                    run.rows.saved_history(),
-                    self.memory,
-                    run.rows.numbers_at(run.step),
-                    self.script | facts,
-                )
-            for timer in self.timers:
-                timer.restart()
+        is_new = self.saved != _key_of(run, place)
+        # the end is saved again, because evaluation and callbacks add to the save at this step
+        if is_end or must_save or (is_new and (is_due or self._is_best(run))):
+            self._save(run, place, is_end)
+
+    def _go_back(self, run: Run) -> None:
+        """Save the checkpoint of a rewind, from which the run begins again."""
+        from tsunax.run.rewinding import go_back
+
+        with self.options.clock("checkpoint"):
+            self._look_at_data(run)
+            checkpoint = go_back(self, run)
+        run.restart = Restart(self.saver, checkpoint, False, self.script, self.like)
+
+    def _save(self, run: Run, place: dict[str, Any], is_end: bool) -> None:
+        """Save the state, the place of the data, rows, memory of callbacks and facts of the run."""
+        self.saved = _key_of(run, place)
+        with self.options.clock("checkpoint"):
+            self._look_at_data(run)
+            run.rows.sync()
+            self.saver._save(
+                run.state,
+                run.step,
+                place,
+                run.rows.saved_history(),
+                self.memory,
+                run.rows.numbers_at(run.step),
+                self._script_of(run, is_end),
+            )
+        for timer in self.timers:
+            timer.restart()
 
     def read(self, run: Run, has_row: bool) -> None:
         self.saver.poll()
@@ -295,13 +300,20 @@ class Saving(EachBoundary):
             self.untold_changes.setdefault("data", [*self.last_look, run.step])
         self.last_look = run.step, _calls_of(run)
 
-    def _ending(self, run: Run, is_end: bool) -> dict[str, Any]:
-        """Facts about the end of the run in its checkpoint, for the same call of `fit` later."""
-        stop = [str(self.options.goal), self.options.names, run.stopped]
-        is_stopped = run.stopped not in ("", INTERRUPTED)
-        # The end of an interrupted run has no evaluation, also if a callback had stopped the run.
-        has_ended = is_end and not run.interrupted
-        return {"has_ended": has_ended} | ({"stop": stop} if is_stopped else {})
+    def _script_of(self, run: Run, is_end: bool) -> dict[str, Any]:
+        """Facts about the script and the run, for the call of `fit` that continues the run."""
+        script = self.script | {
+            # The end of an interrupted run has no evaluation, also if a callback had stopped it.
+            "has_ended": is_end and not run.interrupted,
+            "has_open_row": run.rows.is_open,
+            "is_fresh": self.was_fresh if run.has_made_step is None else run.has_made_step,
+            "is_looped": self.options.steps_per_call is not None,
+            "edits": dump_edits(self.edits),
+            "untold_changes": self.untold_changes,
+        }
+        if run.stopped not in ("", INTERRUPTED):
+            script["stop"] = [str(self.options.goal), self.options.names, run.stopped]
+        return script
 
     def _is_best(self, run: Run) -> bool:
         """Whether the value of `keep_best` at this step is among its best: no later save has it."""

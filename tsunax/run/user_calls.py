@@ -5,6 +5,7 @@ wait for.
 """
 
 import contextvars
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -14,11 +15,11 @@ from tsunax._core import Function, checks, processes, tables, trees
 from tsunax._core.cadence import Cadence, Timer, When
 from tsunax.errors import RowError, StateError, WrongTypeError, unknown, warn
 from tsunax.run.evaluation import ONE_BATCH
-from tsunax.run.history import Clock, check_row
+from tsunax.run.history import OF_FIT, Clock, check_row
 from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Options, interval_of, is_bare, is_callback_due
 from tsunax.run.part import EVALUATE, EachBoundary, Part, blamed
-from tsunax.run.run import OF_FIT, REWIND, Run
+from tsunax.run.run import Run
 from tsunax.states import States, training_states
 
 _GIVE_EVALUATE = "Give fit(evaluate=lambda state: ts.evaluate(eval_step, state, {'val': data}))."
@@ -241,15 +242,15 @@ class Agreed(EachBoundary):
         self.agreement = agreement
 
     def at(self, run: Any, events: list[str]) -> None:
-        request = "" if run.rewinding is None else REWIND + run.rewinding.dump()
-        report = run.stopped or request, run.state, bool(run.changed_by)
-        text = self.agreement.boundary(f"step {run.step}", *report)
-        if not text.startswith(REWIND):
-            run.stopped = text
-            return
-        from tsunax.run.rewind_request import Rewind
+        rewinding = run.rewinding and dataclasses.astuple(run.rewinding)
+        request = run.stopped, rewinding
+        run.stopped, rewinding = self.agreement.boundary(
+            f"step {run.step}", request, run.state, bool(run.changed_by)
+        )
+        if rewinding is not None and not run.stopped:
+            from tsunax.run.rewinding import Rewind
 
-        run.stopped, run.rewinding = "", Rewind.parse(text.removeprefix(REWIND))
+            run.rewinding = Rewind(*rewinding)
 
 
 def _call(run: Run, clock: Clock, callback: Function, *args: Any) -> None:
@@ -269,8 +270,12 @@ def check_returned(new: Any, run: Run) -> None:
     """Raise unless `new` is a state like the run's; rules, numbers and freezes may differ."""
     old, fix = run.state, "A callback keeps the structure of the state."
     if type(new) is not type(old):
-        expected = f"a {type(old).__name__}, or nothing"
-        raise WrongTypeError("result", "callback", trees.describe(new), expected)
+        raise WrongTypeError(
+            "result",
+            "callback",
+            got=trees.describe(new),
+            expected=f"a {type(old).__name__}, or nothing",
+        )
     old_states, new_states = training_states(old), training_states(new)
     if not old_states or old_states.keys() != new_states.keys():
         checks.check_like("state", new, old, fix)

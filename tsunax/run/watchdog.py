@@ -60,8 +60,12 @@ def seconds_of(value: Any, where: str, name: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     seconds = seconds_in(value) if isinstance(value, str | timedelta) else is_number and value
     if not 0 < seconds < 1e6:
-        expected = "seconds > 0, a timedelta, or a text as '5 minutes' or '2 h'"
-        raise HyperparameterError(name, where, repr(value), expected)
+        raise HyperparameterError(
+            name,
+            where,
+            got=repr(value),
+            expected="seconds > 0, a timedelta, or a text as '5 minutes' or '2 h'",
+        )
     return float(seconds)
 
 

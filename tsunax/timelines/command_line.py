@@ -62,7 +62,7 @@ def ask(
 ) -> str:
     """The answer of the run under way in a directory. CheckpointError if there is none."""
     end = time.monotonic() + wait
-    directory = Checkpoints(run, read_only=True, timeout=max(wait, 1.0)).path  # of each request
+    directory = Checkpoints(run, read_only=True, timeout=max(wait, 1.0)).path  # for each request
     command: dict[str, Any] = {"verb": verb, "values": values, "lock": _live_lock(directory)}
     command["token"] = secrets.token_hex(4)  # no two commands are the same
     content = json.dumps(command | ({} if where is None else {"where": where})).encode()
@@ -112,7 +112,7 @@ def _runs_in(folder: StrPath) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class _LoggedRun:
-    """A run of the log, as its newest checkpoint tells."""
+    """A run of the log, from its newest checkpoint."""
 
     step: int | None  # None without a checkpoint
     newest: dict[str, float]

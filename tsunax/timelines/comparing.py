@@ -92,8 +92,9 @@ class SavedRun:
     def history(self) -> History:
         newest = self.newest
         saved = None if newest is None else self.values(newest).history
-        is_of_fit = isinstance(saved, Mapping) and "rows" in saved
-        return History.of(saved) if is_of_fit else History()
+        if isinstance(saved, Mapping) and "rows" in saved:  # not of an own loop
+            return History.of(saved)
+        return History()
 
     def is_looped(self) -> bool:
         """Whether the steps ran in a compiled loop; not with `steps_per_call=None`."""
