@@ -179,7 +179,7 @@ class Fit:
         return int(max(1, min(CALL_SECONDS / self.pace.step_seconds, self.feed.size)))
 
     def read_earlier_calls(self) -> None:
-        """Read the calls before the one under way, if they have waited long enough."""
+        """Read all calls but the newest, if they have waited long enough."""
         clock = self.options.clock
         start = clock.since
         if is_new := self.trace_count != self.count_traces():  # compiling took a part of the time
