@@ -343,3 +343,22 @@ def test_a_second_rewind_after_as_many_calls_keeps_what_the_first_one_left(tmp_p
     assert int(state.step) == 20
     left = sorted(x.name for x in (tmp_path / "a" / "left" / "11").iterdir())
     assert "8" in left and len(left) == 2
+
+
+def test_a_watchdog_tells_the_rewind_and_one_end(tmp_path):
+    events = []
+    watchdog = ts.callbacks.watchdog(tell=lambda event, text, row: events.append((event, text)))
+    a_run(tmp_path / "a", [back_after(11, back=3), watchdog])
+    told = [x for x in events if x[0] in ("start", "rewind", "stop", "end")]
+    assert [x[0] for x in told] == ["start", "rewind", "start", "end"]
+    assert told[1][1] == "the run goes back from step 11" and "step 8" in told[2][1]
+
+
+def test_a_dry_run_tries_a_rewind_without_checkpoints(tmp_path):
+    tried = []
+    when = lambda run: tried.append(run.step) or True
+    state, _ = ts.fit(
+        NOISY, a_state(), batches(), steps=20, checkpoint=tmp_path / "a", progress=False, dry_run=True, log_every=1,
+        callbacks=[ts.callbacks.rewind(when)],
+    )  # fmt: skip
+    assert tried and int(state.step) <= 2 and not (tmp_path / "a").exists()

@@ -24,7 +24,7 @@ from tsunax.checkpoints.leaves import Damaged
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import CheckpointError, DataError, HyperparameterError, StateError, WrongTypeError
 from tsunax.reproduce import fingerprint
-from tsunax.run import control, mailboxes
+from tsunax.run import control, feed, mailboxes
 from tsunax.timelines import command_line, timeline
 from tsunax.timelines.command_line import ask
 
@@ -827,36 +827,52 @@ def test_a_step_without_the_memory_of_callbacks_is_no_branch(tmp_path):
     line.branch(8, tmp_path / "b")
 
 
-class Fault(ts.callbacks.Part):
-    """A fault that does not repeat: one bit of one parameter, in the state after some step."""
+class Fault:
+    """A fault that does not repeat, in the first call that makes a step: one bit of a parameter, or a NaN before it."""
 
-    def __init__(self, *at):
-        self.left = set(at)
+    def __init__(self, monkeypatch, step, kind):
+        self.step, self.kind, self.call = step, kind, feed.Caller.call
+        monkeypatch.setattr(feed.Caller, "call", lambda *arguments: self(*arguments))
 
-    def read(self, run, has_row):
-        if run.step in self.left:
-            self.left.discard(run.step)
-            bits = np.asarray(run.state.params["w"]).view(np.uint32).copy()
+    def __call__(self, caller, state, chunk, *arguments):
+        is_hit = int(state.step) == self.step - 1 and chunk.steps == 1
+        self.step = -1 if is_hit else self.step
+        changed = lambda w: {"params": {"w": jnp.asarray(w)}}
+        if is_hit and self.kind == "nan":
+            state = state.replace(**changed(np.asarray(state.params["w"]) + np.float32([np.nan, *[0] * 7])))
+        state, infos = self.call(caller, state, chunk, *arguments)
+        if is_hit and self.kind == "bit":
+            bits = np.asarray(state.params["w"]).view(np.uint32).copy()
             bits[3] ^= 1
-            run.state = run.state.replace(params={"w": jnp.asarray(bits.view(np.float32))})
+            state = state.replace(**changed(bits.view(np.float32)))
+        return state, infos
 
 
-@pytest.mark.parametrize("on_fault", ["raise", "redo", "warn"])
-def test_a_step_that_is_verified_has_no_fault_unseen(tmp_path, on_fault):
+VERIFIED = [("raise", "bit"), ("raise", "nan"), ("redo", "bit"), ("redo", "nan"), ("warn", "bit")]
+
+
+@pytest.mark.parametrize(("on_fault", "kind"), VERIFIED)
+def test_a_step_that_is_verified_has_no_fault_unseen(tmp_path, monkeypatch, on_fault, kind):
     step, data = ts.train_step(toys.noisy), lambda: ts.batches(toys.X, 8)
-    make = lambda: toys.state(key=jax.random.key(1))
-    expected, _ = ts.fit(step, make(), data(), steps=STEPS, progress=False)
+    make, seen = lambda: toys.state(key=jax.random.key(1)), []
+    expected, clean = ts.fit(step, make(), data(), steps=STEPS, progress=False)
     checked = ts.callbacks.verify(every=5, on_fault=on_fault)
-    fit = lambda *callbacks: ts.fit(step, make(), data(), steps=STEPS, progress=False, callbacks=callbacks)
-    assert fingerprint(fit(checked)[0]) == fingerprint(expected)  # no false alarm, and no other bit
+    callbacks = [checked, ts.callbacks.every(1, lambda run: seen.append((run.step, int(run.state.step))))]
+    fit = lambda: ts.fit(step, make(), data(), steps=STEPS, progress=False, callbacks=callbacks)
+    assert fingerprint(fit()[0]) == fingerprint(expected)  # no false alarm, and no other bit
+    Fault(monkeypatch, 11, kind)
     if on_fault == "raise":
-        with pytest.raises(StateError, match=r"step 11 at verify.*other bits in state\.params"):
-            fit(Fault(11), checked)
+        with pytest.raises(StateError, match=r"step 11 at verify.*other bits in state\."):
+            fit()
         return
     with pytest.warns(UserWarning, match="step 11 has other bits"):
-        state, history = fit(Fault(11), checked)
+        state, history = fit()
     assert (fingerprint(state) == fingerprint(expected)) is (on_fault == "redo")
     assert [mark[:2] for mark in history.marks if mark[1] == "verify"] == [(11, "verify")]
+    assert all(step == state_step for step, state_step in seen)
+    if on_fault == "redo":  # also the rows are of the run without the fault
+        np.testing.assert_array_equal(history["loss"], clean["loss"])
+        assert history["step"].tolist() == clean["step"].tolist()
 
 
 class Sender(ts.callbacks.Part):

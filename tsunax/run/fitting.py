@@ -194,16 +194,22 @@ class Fit:
         if is_late or len(self.unread) * chunk.bytes > WAITING_BYTES:
             self.read(1)
         if self.run.witnesses:
+            self.call_witnesses()
             self.read(0)
-            self.call_witnesses(chunk)
         self.poll(self.agreement.agree)  # The boundary after these calls serves the requests.
 
-    def call_witnesses(self, chunk: Chunk) -> None:
-        """Call the witnesses of the last call, which see its state, and can repeat it."""
-        witnesses, self.run.witnesses = self.run.witnesses, []
-        repeat = lambda: self.caller.call(jax.tree.map(own, self.witnessed_state), chunk, 0)[0]
+    def call_witnesses(self) -> None:
+        """Call the witnesses of the last call, before its infos are read. See `Run.witnesses`."""
+        run, chunk = self.run, self.unread[-1].chunk
+        witnesses, run.witnesses = run.witnesses, []
+
+        def repeat() -> tuple[PyTree, Any]:
+            state = jax.tree.map(own, self.witnessed_state)
+            return self.caller.call(state, chunk, run.step, self.rejections.limit)
+
         for witness in witnesses:
-            witness(self.run, repeat)
+            run.state, infos = witness(run, (run.state, self.unread[-1].infos), repeat)
+            self.unread[-1] = Call(chunk, infos)
         self.witnessed_state = None
 
     def count_traces(self) -> int:

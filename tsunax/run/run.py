@@ -7,7 +7,7 @@ import dataclasses
 import queue
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -20,6 +20,7 @@ from tsunax.run.part import EachBoundary, blamed
 from tsunax.state import TrainState, check_state
 
 INTERRUPTED = "interrupted"  # the reason of a run that a signal ended
+Result: TypeAlias = tuple[PyTree, Any]  # the state and the infos of a call
 MOST_REJECTED = 3  # calls that are kept, each with its batch on the host
 
 
@@ -110,9 +111,10 @@ class Run:
         self.row_names: set[str] = set(OF_ROWS + OF_FIT)  # names of training rows
         self.row: dict[str, float] = {}
         self.media: dict[str, Any] = {}  # images, histograms and texts of this row
-        # With witnesses the next call is a single step. When its info is read, each is called as
-        # `witness(run, repeat)`: `repeat()` makes the call once more, and returns its state.
-        self.witnesses: list[Callable[[Run, Callable[[], PyTree]], None]] = []
+        # With witnesses the next call is a single step. Each is called after it as
+        # `witness(run, result, repeat)` with the result `(state, infos)` of the call, and returns
+        # the result with which the run goes on. `repeat()` makes the call once more.
+        self.witnesses: list[Callable[[Run, Result, Callable[[], Result]], Result]] = []
         self.note: Callable[[str], None] = note  # a line above the progress
         # (event, text, row) for `callbacks.watchdog(tell=)`, also without a listener
         self.events: queue.SimpleQueue[tuple[str, str, dict[str, Any]] | None] = queue.SimpleQueue()
@@ -182,8 +184,9 @@ class Run:
         from tsunax.run.rewinding import Rewind
 
         request = Rewind(back, factor, data)
-        request.check(self)
-        self.rewinding = self.rewinding or request
+        if not self.rows.options.dry_run:  # which has no checkpoints
+            request.check(self)
+            self.rewinding = self.rewinding or request
 
 
 @dataclass(eq=False)

@@ -13,7 +13,7 @@ import numpy as np
 from tsunax._core import PyTree, checks, trees
 from tsunax.errors import StateError, warn
 from tsunax.run.part import Part
-from tsunax.run.run import Run
+from tsunax.run.run import Result, Run
 
 
 @dataclass(frozen=True)
@@ -46,23 +46,25 @@ class verify(Part):
     def at(self, run: Run, events: list[str]) -> None:
         run.witnesses.append(self._compare)
 
-    def _compare(self, run: Run, repeat: Callable[[], PyTree]) -> None:
-        first, second = run.state, repeat()
-        if not (names := different_leaves(first, second)):
-            return
-        equal_states: list[PyTree] = []
-        text, got = f"step {run.step}", f"other bits in {trees.listed(names, 4)} when it ran again"
+    def _compare(self, run: Run, first: Result, repeat: Callable[[], Result]) -> Result:
+        """The result with which the run goes on. Raises StateError as `on_fault` says."""
+        second = repeat()
+        if not (names := different_leaves(first[0], second[0])):
+            return first
+        equal_results: list[Result] = []
+        step = run.step + 1
+        text, got = f"step {step}", f"other bits in {trees.listed(names, 4)} when it ran again"
         fix = "A fault that does not repeat: look at memory, card and kernels of this machine."
         if self.on_fault == "redo":
             third = repeat()
-            equal_states = [x for x in (first, second) if not different_leaves(x, third)]
-            if equal_states:
-                run.state = equal_states[0]
+            equal_results = [x for x in (first, second) if not different_leaves(x[0], third[0])]
+            if equal_results:
                 got += "; two of three runs agree, and the run continues with their state"
-        if self.on_fault == "raise" or (self.on_fault == "redo" and not equal_states):
+        if self.on_fault == "raise" or (self.on_fault == "redo" and not equal_results):
             raise StateError(text, "verify()", got, "the same bits", fix)
-        run.history.mark("verify", run.step, got)
+        run.history.mark("verify", step, got)
         warn(f"verify(): {text} has {got}.")
+        return (equal_results or [first])[0]
 
 
 def different_leaves(first: PyTree, second: PyTree) -> list[str]:

@@ -135,7 +135,10 @@ class Watch(Part):
         elif run.stopped:
             by_signal = f"interrupted by {run.interrupted}"
             run.tell("stop", by_signal if run.interrupted else run.stopped)
-        run.tell("end", f"the run has ended at step {run.step:,}")
+        if error is None and run.restart is not None:
+            run.tell("rewind", f"the run goes back from step {run.step:,}")
+        else:
+            run.tell("end", f"the run has ended at step {run.step:,}")
         run.events.put(None)
         self.has_ended.set()
         for thread in self.threads:
