@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import tsunax as ts
 from tests.helpers import need
+from tsunax._core import durable_files
 from tsunax.checkpoints import exchange
 from tsunax.errors import CheckpointError, MissingLibraryError
 from tsunax.run import loggers
@@ -132,3 +133,9 @@ def test_the_lock_survives_that_its_own_process_reads_the_directory(tmp_path):
         assert second(tmp_path / "run").startswith("CheckpointError directory in use")
         ts.Checkpoints(tmp_path / "run").close()  # the one made last in this process, as ever
     assert second(tmp_path / "run") == "let in"
+
+
+def test_a_write_that_a_kill_ended_keeps_no_later_write_out(tmp_path):
+    (tmp_path / ".picture.png.new").write_bytes(b"half")  # what the killed process left
+    durable_files.write_whole(tmp_path / "picture.png", b"whole")
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("picture.png", b"whole")]

@@ -113,7 +113,7 @@ class Run:
         self.media: dict[str, Any] = {}  # images, histograms and texts of this row
         # With witnesses the next call is a single step. Each is called after it as
         # `witness(run, result, repeat)` with the result `(state, infos)` of the call, and returns
-        # the result with which the run goes on. `repeat()` makes the call once more.
+        # the result with which the run continues. `repeat()` makes the call once more.
         self.witnesses: list[Callable[[Run, Result, Callable[[], Result]], Result]] = []
         self.note: Callable[[str], None] = note  # a line above the progress
         # (event, text, row) for `callbacks.watchdog(tell=)`, also without a listener

@@ -47,7 +47,7 @@ class verify(Part):
         run.witnesses.append(self._compare)
 
     def _compare(self, run: Run, first: Result, repeat: Callable[[], Result]) -> Result:
-        """The result with which the run goes on. Raises StateError as `on_fault` says."""
+        """The result with which the run continues. Raises StateError as `on_fault` says."""
         second = repeat()
         if not (names := different_leaves(first[0], second[0])):
             return first
