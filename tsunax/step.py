@@ -273,13 +273,14 @@ def update_unchecked(
             )
         updates = without_frozen(updates, thawed)
         of_updates = None if watch is None else watch.of_updates(state, updates)
+        new = dataclasses.replace(new, clock=state.clock)
         return Attempt.from_states(state, new, emitted, updates, of_updates)
 
     judge = Judge(state, loss, value, grad_norm, call, attempt)
     update_norm = verdict = None
     if not is_judged:
         chosen = attempt()
-        update_norm = chosen.update_norm() if norms == "update" else None
+        update_norm = chosen.update_norm(state) if norms == "update" else None
     elif norms == "update" or not trees.is_tracing():  # Without jit, branches would compile anew.
         chosen, verdict, update_norm = judge.choose_late()
     else:
