@@ -77,11 +77,12 @@ class TrainStep(GradientOptions):
         return LossFn.of(self.loss_fn)
 
     @functools.cached_property
-    def row_probe(self) -> FirstLook:
+    def first_look(self) -> FirstLook:
         """The checks before the first call: of the state, and whether the loss mixes rows."""
         from tsunax._step.finite_state import FirstLook
 
-        return FirstLook(self, judges_updates=self.norms == "update")
+        judges_updates = self.on_nonfinite == "ignore" or self.norms == "update"
+        return FirstLook(self, looks_at_state=not judges_updates)
 
     @property
     def masks(self) -> bool:
@@ -176,8 +177,8 @@ class TrainStep(GradientOptions):
             check_byte_order(batch, extra)
             # Eager grad and vmap trace only some arrays. A call would donate the other arrays.
             if trees.is_tracing():
-                if self.row_probe.pending:
-                    self.row_probe(state, batch, extra)
+                if self.first_look.pending:
+                    self.first_look(state, batch, extra)
                 new, info = self._traced(state, batch, extra)
                 # The arrays that the step only reads stay the same, so that a loop carries none.
                 return assemble((type(new), new.plan), split(new)[0], split(state)[1]), info
@@ -189,8 +190,8 @@ class TrainStep(GradientOptions):
             shardings, moving, fixed = self.programs.place_state(state, moving, fixed)
             if shardings is not None:
                 batch, extra = self._place_batch(state, shardings, batch, extra)
-            if self.row_probe.pending:  # all processes at once: a mesh has rows of each
-                self.row_probe(state, batch, extra)
+            if self.first_look.pending:  # all processes at once: a mesh has rows of each
+                self.first_look(state, batch, extra)
             program = self.programs[shardings]
             moving, (loss, weight, *other_fields) = program(kind, moving, fixed, batch, extra)
         except Exception as error:

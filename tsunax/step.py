@@ -101,16 +101,16 @@ def value_and_grad(
     gradient = gradient_of(options, "value_and_grad()")
     if not (options.is_cut and check_rows):
         return gradient
-    from tsunax._step.row_probe import RowProbe
+    from tsunax._step.finite_state import FirstLook
 
-    row_probe = RowProbe(options)
+    first_look = FirstLook(options, looks_at_state=False)
 
     def f(
         state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any
     ) -> tuple[Loss, PyTree]:
         loss, grads = gradient(state, batch, at=at, **extra)
-        if row_probe.pending:
-            row_probe(state, batch, extra)
+        if first_look.pending:
+            first_look(state, batch, extra)
         return loss, grads
 
     return f

@@ -68,21 +68,14 @@ class WholeBatch(CutsItsBatch):
     embed: Function
     loss: Function
 
+    __name__ = "whole_batch"
+
     def __post_init__(self) -> None:
-        parts, kinds = (self._embed, self._loss), inspect.Parameter
         first = next(iter(inspect.signature(self.loss).parameters))
-        if first == "params" or any(part.names.count("batch") for part in parts):
+        if first == "params" or any("batch" in part.names for part in (self._embed, self._loss)):
             got = f"{trees.describe_call(self.embed)}, {trees.describe_call(self.loss)}"
             expected = "embed(params, rows, ...), loss(embeddings, batch, ...)"
             raise LossError("signatures", "whole_batch()", got, expected)
-        named = dict.fromkeys(name for part in parts for name in part.names if name != "params")
-        needed = {name for part in parts for name in part.names if name not in part.optional}
-        default = lambda name: kinds.empty if name in needed else None
-        parameters = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in ("params", "batch")]
-        parameters += [kinds(name, kinds.KEYWORD_ONLY, default=default(name)) for name in named]
-        parameters += [kinds("extra", kinds.VAR_KEYWORD)] * any(part.takes_any for part in parts)
-        # A step reads these attributes of a loss function.
-        self.__dict__.update(__name__="whole_batch", __signature__=inspect.Signature(parameters))
 
     @functools.cached_property
     def _embed(self) -> LossFn:
@@ -91,6 +84,14 @@ class WholeBatch(CutsItsBatch):
     @functools.cached_property
     def _loss(self) -> LossFn:
         return LossFn.of(self.loss)
+
+    def keywords_of_parts(self) -> LossFn:
+        """This loss function with the keywords of both parts."""
+        parts = self._embed, self._loss
+        names = dict.fromkeys(name for part in parts for name in part.names if name != "params")
+        needed = {name for part in parts for name in part.names if name not in part.optional}
+        takes_any = any(part.takes_any for part in parts)
+        return LossFn(self, tuple(names), frozenset(names) - needed, takes_any)
 
     def __call__(self, params: PyTree, batch: PyTree, **keywords: Any) -> Any:
         return self.in_micro_batches(1)(params, batch, **keywords)
