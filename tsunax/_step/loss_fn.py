@@ -171,7 +171,7 @@ class LossFn:
         if isinstance(mask, Tracer):
             _check_reads_mask(lambda mask: loss_of(call({**keywords, "mask": mask})), mask)
         out = loss_of(out)
-        if out.weight is None and np.shape(mask) == (rows,):
+        if out.weight is None and mask is not None and np.shape(mask) == (rows,):
             out = dataclasses.replace(out, weight=jnp.sum(mask, dtype=jnp.float32))
         if (mask is not None or out.weight is None) and (fault := uneven(batch)):
             if merges or mask is not None:

@@ -68,11 +68,11 @@ class Difference(NamedTuple):
     rows: int
     parts: int
 
-
     def text(self, options: GradientOptions) -> str:
         """The difference in words, and what to do."""
         got = f"{self.whole:.6g} for {self.rows} rows and {self.merged:.6g} for these in "
-        got += f"{self.parts} micro-batches" + " at params near those of the state" * bool(self.near)
+        got += f"{self.parts} micro-batches"
+        got += " at params near those of the state" if self.near else ""
         is_alone = options.per_example is not False
         option = "per_example" if is_alone else f"accumulate={options.accumulate}"
         expected = f"a mean over rows under {option}"
@@ -102,7 +102,11 @@ def row_difference(
     from tsunax.states import of_first_member
 
     state, batch, extra = of_first_member(state, batch, extra)
-    fn, rows, is_alone = LossFn.of(options.loss_fn), rows_of(batch), options.per_example is not False
+    fn, rows, is_alone = (
+        LossFn.of(options.loss_fn),
+        rows_of(batch),
+        options.per_example is not False,
+    )
     mean_embedding = getattr(options.loss_fn, "mean_embedding", None)  # for `ts.whole_batch`
     fn = fn if mean_embedding is None else dataclasses.replace(fn, fn=mean_embedding)
     if "model_state" in fn.names and "train" not in fn.names:

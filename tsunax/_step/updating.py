@@ -34,12 +34,7 @@ from tsunax._step.gradients import conjugated
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss
 from tsunax.rules import number_table, update_bounds
-from tsunax.state import (
-    TrainState,
-    master_params,
-    params_with_trained,
-    trained_part,
-)
+from tsunax.state import TrainState, master_params, params_with_trained, trained_part
 
 # {dtype: a real dtype with the same range}
 RANGES = {

@@ -18,13 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax._core import Extra, Function, PyTree, checks, placement, processes, trees
 from tsunax._core.tables import flat
+from tsunax._step.evaluation import EvalStep
 from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
 from tsunax.data.positions import Data, innermost
 from tsunax.errors import LossError, StateError, WrongTypeError, warn
 from tsunax.loss import Loss, check_model_state, rows_of
-from tsunax.program import EvalStep, TrainStep
+from tsunax.program import TrainStep
 from tsunax.state import TrainState, donated
 from tsunax.states import members_of
 

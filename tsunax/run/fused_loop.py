@@ -34,11 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, Scalar, Step, checks, placement, trees
-from tsunax._step.programs import Programs, Traced, place_state
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.guard import tracing
 from tsunax.loss import Loss
-from tsunax.program import TrainStep
+from tsunax.program import Programs, Traced, TrainStep, place_state
 from tsunax.run.info_columns import Infos, StatesInfo, with_numbers, with_scheduled
 from tsunax.state import TrainState, donated
 from tsunax.states import States, assemble_any, over_members, split_any, training_states
