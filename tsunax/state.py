@@ -222,7 +222,7 @@ def assemble(kind: tuple[type[TrainState], Plan], moving: Any, fixed: Any) -> Tr
     cls, plan = kind
     state = object.__new__(cls)  # at each step; `__init__` would take half as long again
     # Each part has params; the moving part comes later and wins.
-    vars(state).update(zip(cls._parts, (*fixed, *moving, plan), strict=True))
+    vars(state).update(zip(cls._parts, (*fixed, *moving, plan)))  # noqa: B905, `strict=` takes time
     if fixed[0] is not None:
         vars(state)["params"] = trees.merge(moving[0], fixed[0])
     return state

@@ -17,6 +17,7 @@ the next; `loop.py` calls steps, or your code does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -33,6 +34,7 @@ from tsunax._step.loss_fn import GradientOptions
 from tsunax._step.updating import (
     Attempt,
     Judge,
+    RuleCall,
     certainty,
     fit_gradients,
     mean_over_rows,
@@ -153,11 +155,10 @@ class StepInfo(NamedTuple):
     def __repr__(self) -> str:
         names = "loss weight grad_norm update_norm applied".split()
         parts = {name: getattr(self, name) for name in names}
-        if self.update_norm is None:
-            del parts["update_norm"]
         parts |= (self.metrics or {}) | self.hyperparams
         text_of = lambda x: number_text(x) if trees.is_array(x) and not np.ndim(x) else x
-        return f"StepInfo({', '.join(f'{name}={text_of(x)}' for name, x in parts.items())})"
+        texts = [f"{name}={text_of(x)}" for name, x in parts.items() if x is not None]
+        return f"StepInfo({', '.join(texts)})"
 
     @property
     def hyperparams(self) -> dict[str, Any]:
@@ -252,30 +253,7 @@ def update_unchecked(
 
     norm_of_rule = grad_norm if shares_norm else None
     call = rule_call(state, grads, norm_of_rule, value, loss.weight, extra)
-
-    def attempt() -> Attempt:
-        """The result of the step if the verdict applies it."""
-        updates, opt_state = run_rule(call)
-        emitted = guard.emitted(opt_state)
-        opt_state = number_table.without_numbers(opt_state)
-        if difference := trees.first_difference(opt_state, state.opt_state, "opt_state"):
-            raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
-        if (policy := state.plan.precision) is not None:
-            opt_state = policy.rounded_moments(opt_state, state.opt_state, state.key, state.calls)
-        clock = guard.count(state.clock, emitted)  # for averages; `_recorded` counts the call
-        new = dataclasses.replace(state, clock=clock, opt_state=opt_state, model_state=model_state)
-        new = with_params(new, optax.apply_updates(master_params(state), updates))
-        new = with_moved_averages(new)
-        new = with_unmoved(state, new, thawed, emitted)
-        if (replaced := loss.overwritten) is not None:
-            new = dataclasses.replace(
-                new, params=params_with_trained(new, trained_part(new), replaced)
-            )
-        updates = without_frozen(updates, thawed)
-        of_updates = None if watch is None else watch.of_updates(state, updates)
-        new = dataclasses.replace(new, clock=state.clock)
-        return Attempt.from_states(state, new, emitted, updates, of_updates)
-
+    attempt = functools.partial(_attempt, state, call, loss, model_state, thawed, watch)
     judge = Judge(state, loss, value, grad_norm, call, attempt)
     update_norm = verdict = None
     if not is_judged:
@@ -291,6 +269,35 @@ def update_unchecked(
     watched = None if watch is None else watch.report(state, new, mean, chosen.of_updates)
     info = _info(state, loss, value, norms_in_info, verdict, watched)
     return trees.offloaded_like(new, stored_state), info
+
+
+def _attempt(
+    state: TrainState,
+    call: RuleCall,
+    loss: Loss,
+    model_state: PyTree,
+    thawed: list[Any] | None,
+    watch: Watch | None,
+) -> Attempt:
+    """The result of the step if the verdict applies it."""
+    updates, opt_state = run_rule(call)
+    emitted = guard.emitted(opt_state)
+    opt_state = number_table.without_numbers(opt_state)
+    if difference := trees.first_difference(opt_state, state.opt_state, "opt_state"):
+        raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
+    if (policy := state.plan.precision) is not None:
+        opt_state = policy.rounded_moments(opt_state, state.opt_state, state.key, state.calls)
+    clock = guard.count(state.clock, emitted)  # for averages; `_recorded` counts the call
+    new = dataclasses.replace(state, clock=clock, opt_state=opt_state, model_state=model_state)
+    new = with_params(new, optax.apply_updates(master_params(state), updates))
+    new = with_moved_averages(new)
+    new = with_unmoved(state, new, thawed, emitted)
+    if (replaced := loss.overwritten) is not None:
+        new = dataclasses.replace(new, params=params_with_trained(new, trained_part(new), replaced))
+    updates = without_frozen(updates, thawed)
+    of_updates = None if watch is None else watch.of_updates(state, updates)
+    new = dataclasses.replace(new, clock=state.clock)
+    return Attempt.from_states(state, new, emitted, updates, of_updates)
 
 
 def _info(
