@@ -145,12 +145,9 @@ class RuleReport(Report):
     whats: tuple[str, ...] = field(metadata={"static": True})
 
 
-def _is_report(x: object) -> bool:
-    return isinstance(x, Report)
-
-
 def reports(opt_state: PyTree) -> list[Any]:
-    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_report) if _is_report(x)]
+    is_report = lambda x: isinstance(x, Report)
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_report) if is_report(x)]
 
 
 # The places of a verdict. Each report takes one from `_REPORTS` on; the update has the next place.
@@ -248,21 +245,18 @@ def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
     return treedef.unflatten([choose_leaf(f, n, o) for f, n, o in zip(take, new, old, strict=True)])
 
 
-def select(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTree:
-    """`choose` between the result of `applied()` and `old`."""
-    return choose(take, applied(), old)
-
-
-def decide(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTree:
+def decide(
+    take: jax.Array, applied: Callable[[], PyTree], old: PyTree, *, may_branch: bool = True
+) -> PyTree:
     """The result of `applied()` if `take` is true, else `old`, which has the same structure.
 
-    On a CPU only the branch that is taken runs: a `lax.cond`, with the memory and the time of a
-    step without a verdict. Other devices select, because XLA fuses their selects into the update.
-    So do devices of a mesh, because a collective must not be behind a condition, and devices
-    inside `shard_map` that may decide differently. `vmap` turns the cond into a select.
+    On a CPU only the branch that is taken runs, if it `may_branch`: a `lax.cond`, with the memory
+    and the time of a step without a verdict. Other devices select, because XLA fuses their selects
+    into the update. So do devices of a mesh, because a collective must not be behind a condition,
+    and devices inside `shard_map` that may decide differently. `vmap` turns the cond into a select.
     """
-    selected = functools.partial(select, take, applied, old)
-    if any(map(is_over_mesh, jax.tree.leaves((take, old)))):
+    selected = lambda: choose(take, applied(), old)
+    if not may_branch or any(map(is_over_mesh, jax.tree.leaves((take, old)))):
         return selected()
     from tsunax._core import axes
 

@@ -34,17 +34,6 @@ if TYPE_CHECKING:
     from tsunax.watching import Watch
 
 
-def map_members(
-    f: Function, state: TrainState, *arguments: Any, group_size: int | None = None
-) -> Any:
-    """`f(state, *arguments)`; for a population, `f` of each member."""
-    if jnp.ndim(state.clock) == 1:
-        return f(state, *arguments)
-    from tsunax.states import over_members
-
-    return over_members(f, state, *arguments, group_size=group_size)
-
-
 def place_state(moving: PyTree, fixed: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
     """The `MeshShardings` of a state (None: on one device), and its two parts moved to them."""
     arrays = (x for x in jax.tree.leaves((moving, fixed)) if not trees.is_traced(x))
@@ -181,8 +170,12 @@ class TrainStep(GradientOptions):
         For your program: `jax.jit(step.pure)(state, batch, {})`. `extra` is a dict; rules
         may divide their work over the devices of `mesh`.
         """
-        mesh = mesh if jnp.ndim(state.clock) == 1 else None  # devices share members, not their work
-        return map_members(self._step_member, state, batch, extra, mesh, group_size=self.at_once)
+        if jnp.ndim(state.clock) == 1:
+            return self._step_member(state, batch, extra, mesh)
+        from tsunax.states import over_members
+
+        in_step = functools.partial(self._step_member, mesh=None)  # devices share members, not work
+        return over_members(in_step, state, batch, extra, group_size=self.at_once)
 
     def _step_member(
         self, state: TrainState, batch: PyTree, extra: Extra, mesh: Any

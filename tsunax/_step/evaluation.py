@@ -18,8 +18,9 @@ from tsunax._step import on_mesh
 from tsunax._step.gradients import axes_around
 from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
 from tsunax.loss import Loss
-from tsunax.program import check_byte_order, map_members, place_state
+from tsunax.program import check_byte_order, place_state
 from tsunax.state import Plan, TrainState, check_state
+from tsunax.states import over_members
 
 
 def call_on_mesh(
@@ -59,7 +60,7 @@ class EvalStep:
 
         For your program: `jax.jit(f.pure)(state, batch, {})`; `extra` is a dict.
         """
-        return map_members(self._evaluate_member, state, batch, extra)
+        return over_members(self._evaluate_member, state, batch, extra)
 
     def _evaluate_member(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
         keywords = self._fn.keywords(state, extra, train=False)
@@ -86,7 +87,8 @@ class EvalStep:
         return dataclasses.replace(self, carry=True)
 
     @functools.cached_property
-    def _compiled(self) -> Any:
+    def compiled(self) -> Any:
+        """A call that checks and moves nothing; its state is a result of `part_read`."""
         return jax.jit(self.pure)
 
     def part_read(self, state: TrainState) -> TrainState:
@@ -99,16 +101,12 @@ class EvalStep:
         return dataclasses.replace(state, **{**none, "plan": plan})
 
     def __call__(self, state: TrainState, batch: PyTree = None, **extra: Any) -> Loss:
-        run = lambda state, *args: self._compiled(self.part_read(state), *args)
+        run = lambda state, *args: self.compiled(self.part_read(state), *args)
         return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
-
-    def call_placed(self, state: TrainState, batch: PyTree, **extra: Any) -> Loss:
-        """A call that checks and moves nothing; `state` is the result of `part_read`."""
-        return self._compiled(state, batch, extra)
 
     def trace(self, state: TrainState, batch: PyTree, extra: Extra) -> jax.stages.Traced:
         """The traced program of such a call; `extra` is a dict."""
-        run = lambda state, *args: self._compiled.trace(self.part_read(state), *args)
+        run = lambda state, *args: self.compiled.trace(self.part_read(state), *args)
         return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
 
     def __getstate__(self) -> dict[str, Any]:

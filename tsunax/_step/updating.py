@@ -332,8 +332,8 @@ class Judge:
         verdict = self._verdict(attempt, of_update)
         without_updates = lambda: attempt()._replace(updates=None)
         unchanged = jax.eval_shape(without_updates).undone(self.state)
-        decide = guard.decide if may_branch else guard.select
-        return decide(verdict == 0, without_updates, unchanged), verdict
+        chosen = guard.decide(verdict == 0, without_updates, unchanged, may_branch=may_branch)
+        return chosen, verdict
 
     def _verdict(self, attempt: Function, of_update: Maybe) -> jax.Array:
         """The verdict on loss, gradient, reports of rules, and a number of the update.

@@ -243,7 +243,7 @@ def predictions(
             else:
                 if any(map(trees.is_gone, jax.tree.leaves(state.params)[:1])):
                     raise StateError(donated("predict()"))
-                next_outputs = model.call_placed(state, batch, **keywords)
+                next_outputs = model.compiled(state, batch, keywords)
         if carry:
             next_outputs, model_state = next_outputs
             state = dataclasses.replace(state, model_state=model_state)
