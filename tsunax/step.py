@@ -27,7 +27,6 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
-from tsunax._core.trees import own
 from tsunax._state.state_fields import thawed_flags
 from tsunax._step.gradients import gradient_of
 from tsunax._step.loss_fn import GradientOptions
@@ -48,7 +47,6 @@ from tsunax._step.updating import (
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, as_update_loss, check_model_state, number_text
 from tsunax.rules import number_table
-from tsunax.rules.number_table import Numbers
 from tsunax.state import TrainState, check_state, master_params, params_with_trained, trained_part
 
 if TYPE_CHECKING:
@@ -142,7 +140,7 @@ class StepInfo(NamedTuple):
     noise_scale: NoiseScale | None  # how gradients scatter, under `noise_scale=True`
     step: jax.Array | None  # int32: the clock that the schedules saw, if the rule has any
     watch: Watched | None  # the numbers of layers, under `watch=`
-    numbers: Numbers | None  # the live hyperparameters of this step
+    numbers: number_table.Numbers | None  # the live hyperparameters of this step
 
     @property
     def applied(self) -> jax.Array | np.ndarray:
@@ -317,7 +315,9 @@ def _info(
         verdict,
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         dropped=None if loss.dropped is None else jnp.sum(loss.dropped),
-        loss_scale=None if scale is None else own(scale.scale),  # a step may donate the state's
+        loss_scale=None
+        if scale is None
+        else trees.own(scale.scale),  # a step may donate the state's
         noise_scale=loss.noise_scale,
         step=state.step if numbers is not None and numbers.scheduled else None,
         watch=watched,

@@ -130,10 +130,13 @@ def _loss_fn_of(options: GradientOptions, where: str) -> LossFn:
 
 def _strategy(options: GradientOptions) -> Strategy:
     """The strategy that computes the gradient of a batch."""
-    strategy: Strategy = lambda problem: problem.gradient(problem.batch, problem.keywords)
-    n = options.accumulate
+    one_batch: Strategy = lambda problem: problem.gradient(problem.batch, problem.keywords)
+    strategy, n = one_batch, options.accumulate
     if n > 1 and isinstance(options.loss_fn, CutsItsBatch):
-        from tsunax._step.whole_batch import of_whole_batch as strategy
+        from tsunax._cpu import convolutions
+
+        # The loss function loops over its micro-batches.
+        strategy = lambda problem: convolutions.fast(lambda: one_batch(problem))()
     elif n > 1:
         from tsunax.microbatches import over_micro_batches
 

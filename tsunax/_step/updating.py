@@ -28,7 +28,6 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import Extra, Function, Maybe, PyTree, Scalar, checks, trees
-from tsunax._core.trees import own
 from tsunax._state.state_fields import averages_of, thawed_flags
 from tsunax._step.gradients import conjugated
 from tsunax.errors import RuleError, StateError
@@ -50,7 +49,7 @@ def fit_gradients(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree,
         if plan.overwritten is not None:
             new, old = (trees.partition(x, plan.overwritten)[0] for x in (grads, state.params))
             checks.check_like("grads", new, old, "The gradient of such a leaf is its next value.")
-            new = trees.cast_like(jax.tree.map(own, new), old)
+            new = trees.cast_like(jax.tree.map(trees.own, new), old)
             loss = dataclasses.replace(loss, overwritten=new)
         grads = trees.partition(grads, plan.selected)[0]
     if difference := trees.first_difference(grads, params, "grads"):

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, trees
-from tsunax._cpu import convolutions
-from tsunax._step.loss_fn import CutsItsBatch, LossFn, Problem
+from tsunax._step.loss_fn import CutsItsBatch, LossFn
 from tsunax.errors import LossError
 from tsunax.loss import Loss, check_model_state, loss_of, rows_of
 from tsunax.microbatches import check_rows, in_turn
@@ -156,11 +155,6 @@ class WholeBatch(CutsItsBatch):
                 fix = "What all rows share (a temperature) belongs into loss: it may name params."
                 raise LossError("leaf", where, trees.describe(x), expected, fix)
         return state, out
-
-
-def of_whole_batch(problem: Problem) -> tuple[Loss, PyTree]:
-    """The strategy for a loss function that loops over its micro-batches."""
-    return convolutions.fast(lambda: problem.gradient(problem.batch, problem.keywords))()
 
 
 def _named(part: LossFn, keywords: Extra) -> Extra:
