@@ -21,6 +21,7 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 from jax.typing import ArrayLike
 
 from tsunax._core import Device, Function, Maybe, PyTree, Where, checks, trees
+from tsunax._core.trees import own
 from tsunax._state.state_fields import COUNTS, Plan, averages_of, field, state_class
 from tsunax.errors import StateError, WrongTypeError, message
 from tsunax.rules.number_table import Numbers
@@ -107,7 +108,7 @@ class TrainState(Clocked):
         if roles.keys() != own_fields.keys():
             raise StateError("fields", where, ", ".join(own_fields), ", ".join(roles) or "none")
         own_fields = state_setup.first_values(own_fields, roles, master_params(state), where)
-        copies = {name: jax.tree.map(trees.own, x) for name, x in own_fields.items()}
+        copies = {name: jax.tree.map(own, x) for name, x in own_fields.items()}
         return cls(**state.__dict__, **copies)
 
     def replace(self, **fields: Any) -> TrainState:
@@ -264,10 +265,10 @@ def averaged(state: TrainState, average: str = "average") -> TrainState:
     """
     check_state(state, "averaged()")
     mean = _average_of(state, "averaged()", average)
-    params = jax.tree.map(trees.own, trees.rounded_like(mean, trained_part(state)))  # copies
+    params = jax.tree.map(own, trees.rounded_like(mean, trained_part(state)))  # copies
     masters = state.masters
     if masters is not None:
-        masters = trees.offloaded_like(jax.tree.map(trees.own, mean), masters)
+        masters = trees.offloaded_like(jax.tree.map(own, mean), masters)
     return dataclasses.replace(state, params=params_with_trained(state, params), masters=masters)
 
 
@@ -357,7 +358,7 @@ def setup(
     policy, average = as_policy(precision, "setup()"), as_average(ema, "setup()")
     scale = as_loss_scale(loss_scale, policy, "setup()")
 
-    take = trees.own if copy else trees.strong
+    take = own if copy else trees.strong
     trained, untrained = trees.partition(params, flags)
     params = trees.merge(jax.tree.map(take, trained), jax.tree.map(trees.strong, untrained))
     flags, overwritten = state_setup.without_overwritten(params, flags, trainable)

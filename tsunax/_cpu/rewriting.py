@@ -86,8 +86,7 @@ def _of_equation(
 
 
 def _with_parts(node: Any, **parts: Any) -> Any:
-    """A program or an equation with other parts; the same object if none of them is another."""
+    """A program or an equation with these parts; the same object if its parts are the same."""
     old_parts = {name: getattr(node, name) for name in parts}
-    old_leaves, leaves = jax.tree.leaves(old_parts), jax.tree.leaves(parts)
-    is_same = [*map(id, old_leaves)] == [*map(id, leaves)]
-    return node if is_same else node.replace(**parts)
+    old_ids, new_ids = ([*map(id, jax.tree.leaves(x))] for x in (old_parts, parts))
+    return node if old_ids == new_ids else node.replace(**parts)

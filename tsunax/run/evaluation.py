@@ -259,10 +259,6 @@ class _Model(EvalStep):
 
     sharding: NamedSharding | None = None  # the placement of outputs on a mesh
 
-    def call_placed(self, state: TrainState, batch: PyTree, **extra: Any) -> Any:
-        """A call that checks and moves nothing; `state` is the result of `part_read`."""
-        return self._compiled(state, batch, extra)
-
     def _evaluate_member(self, state: TrainState, batch: PyTree, extra: Extra) -> Any:
         fn = self._fn
         call: Any = lambda params, batch, keywords: fn.fn(
