@@ -93,23 +93,15 @@ class RuleCall(NamedTuple):
 
     update: Function
     grads: PyTree
-    opt_state: PyTree
-    numbers: number_table.Numbers | None  # that `opt_state` does not have
-    step: Scalar
+    # () -> the state of the rule with its live numbers. They join it where the rule runs: a table
+    # that is reshaped before a cond is copied in it.
+    opt_state: Function
     params: PyTree
     keywords: Extra
 
-    @property
-    def live_opt_state(self) -> PyTree:
-        """The state of the rule with its live numbers.
-
-        They join it where the rule runs: a table that is reshaped before a cond is copied in it.
-        """
-        return number_table.join_numbers(self.opt_state, self.numbers, self.step)
-
     def __call__(self) -> tuple[PyTree, PyTree]:
         """The updates and the new state of the rule."""
-        return self.update(self.grads, self.live_opt_state, self.params, **self.keywords)
+        return self.update(self.grads, self.opt_state(), self.params, **self.keywords)
 
     def with_joined_leaves(self) -> RuleCall:
         """The call with all small leaves in one vector, for a rule that works by element.
@@ -127,9 +119,9 @@ class RuleCall(NamedTuple):
             ]
 
         join = lambda x: guard.joined(jax.tree.leaves(x), groups) if is_like_params(x) else x
-        inputs = self.grads, self.live_opt_state, self.params
+        inputs = self.grads, self.opt_state(), self.params
         grads, opt_state, params = jax.tree.map(join, inputs, is_leaf=is_like_params)
-        return self._replace(grads=grads, opt_state=opt_state, numbers=None, params=params)
+        return self._replace(grads=grads, opt_state=lambda: opt_state, params=params)
 
 
 def rule_call(
@@ -149,14 +141,16 @@ def rule_call(
         if callable(keywords.get(name)):
             keywords[name] = checks.accepting(keywords[name], keywords)
     opt_state = opt_state if policy is None else policy.wide_moments(opt_state)
-    numbers, step = state.numbers, state.step
-    return RuleCall(state.plan.update, grads, opt_state, numbers, step, params, keywords)
+    live_opt_state = functools.partial(
+        number_table.join_numbers, opt_state, state.numbers, state.step
+    )
+    return RuleCall(state.plan.update, grads, live_opt_state, params, keywords)
 
 
 def run_rule(call: RuleCall) -> tuple[PyTree, PyTree]:
     """The updates and the new state of the rule. Raises RuleError if their shapes are wrong."""
     updates, opt_state = call()
-    results = [("updates", updates, call.params), ("opt_state", opt_state, call.live_opt_state)]
+    results = [("updates", updates, call.params), ("opt_state", opt_state, call.opt_state())]
     for name, new, old in results if _rows_in(call.grads, call.params) else results[:1]:
         for (place, x), y in zip(trees.leaves_at(name, new), jax.tree.leaves(old), strict=False):
             if np.shape(x) != np.shape(y):
