@@ -40,7 +40,7 @@ from tsunax.state import (
 def gradient_of(options: GradientOptions, where: str) -> Function:
     """The function that `value_and_grad` returns. Its errors name the call `where`."""
     accumulate, per_example = options.accumulate, options.per_example
-    whole = isinstance(options.loss_fn, CutsItsBatch)
+    cuts_itself = isinstance(options.loss_fn, CutsItsBatch)
     fn, checkpoint = _loss_fn_of(options, where), _checkpoint(options.remat)
     strategy = _strategy(options)
 
@@ -57,7 +57,7 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
         if "key" in fn.names and "key" not in keywords:
             _warn_of_no_key(options.loss_fn)
         if axes := axes_around(options.axis_name, where):
-            parts, keywords = _varying(axes, parts, keywords, "key" in extra, whole)
+            parts, keywords = _varying(axes, parts, keywords, "key" in extra, cuts_itself)
         gradient = functools.partial(_differentiated, fn, checkpoint, state, parts)
         problem = Problem(
             gradient=gradient,
@@ -70,7 +70,7 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
             square=_square_of(state) if options.noise_scale else None,
         )
         loss, grads = strategy(problem)
-        if loss.terms and (axes or per_example or (accumulate > 1 and not whole)):
+        if loss.terms and (axes or per_example or (accumulate > 1 and not cuts_itself)):
             from tsunax.microbatches import loss_over_devices
 
             # Each part divided its terms by the weights of the part. The first pass has summed the
@@ -236,10 +236,13 @@ def _with_noise_scale(problem: Problem, loss: Loss, grads: PyTree) -> Loss:
         return loss
     from tsunax.microbatches import NoiseScale
 
+    # Σ w_i |g_i|² over the micro-batches, and their number
     squares, count = loss.noise_scale
     if (scale := problem.state.loss_scale) is not None:
         squares = squares / scale.scale**2
-    estimate = NoiseScale.from_squares(squares, count, loss.weight, problem.square(grads))
+    square_of_mean = problem.square(grads)
+    trace = (squares - loss.weight * square_of_mean) / (count - 1)
+    estimate = NoiseScale(trace, square_of_mean - trace / loss.weight)
     return dataclasses.replace(loss, noise_scale=estimate)
 
 
