@@ -135,8 +135,8 @@ def rule_call(
     # `value_fn`.
     mean = mean_over_rows(grads, params)
     keywords: Extra = {"grad": conjugated(mean), "step": state.step, "weight": weight}
-    keywords |= {"value": value} | extra | {"grad_norm": grad_norm}
-    keywords = {name: x for name, x in keywords.items() if x is not None}
+    keywords |= ({} if value is None else {"value": value}) | extra
+    keywords |= {} if grad_norm is None else {"grad_norm": grad_norm}
     for name in checks.SEARCHES:
         if callable(keywords.get(name)):
             keywords[name] = checks.accepting(keywords[name], keywords)
