@@ -11,7 +11,6 @@ import tsunax as ts
 from tests.helpers import assert_trees_equal, count_compiles
 from tsunax import guard
 from tsunax.errors import NonFiniteError
-from tsunax.guard import verdict
 
 ROWS, MICRO = 12, 4
 LEAVES = ("a", "b", "c")
@@ -328,7 +327,7 @@ def test_both_ways_to_choose_have_the_same_bits():
     def run(rule, selects=False, **options):
         with pytest.MonkeyPatch.context() as patch:
             if selects:
-                patch.setattr(verdict, "is_over_mesh", lambda x: True)
+                patch.setattr(guard, "is_over_mesh", lambda x: True)
             step, state, infos = ts.train_step(loss_fn, **options), ts.setup(rule, params, ema=0.9), []
             text = step.lower(state, x).as_text()
             for bad in (0, 0, 1, 0):

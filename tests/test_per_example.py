@@ -177,6 +177,18 @@ def test_a_rejected_step_is_rejected():
     assert_trees_equal(state.params, PARAMS)
 
 
+@pytest.mark.parametrize("options", [{"per_example": lambda g: g}, {"per_example": False}])
+def test_a_rejected_step_that_cannot_drop_micro_batches_says_what_was_wrong(options):
+    """Its message looks for the bad micro-batch with "drop", which rows and losses of the whole batch exclude."""
+    embed, loss = lambda params, x: x @ params["w"][:, None], lambda out, x: jnp.mean(jnp.log(out))
+    mean = lambda params, x: loss(embed(params, x), x)
+    step = ts.train_step(
+        mean if options["per_example"] else ts.whole_batch(embed, loss), accumulate=2, on_nonfinite="raise", **options
+    )
+    with pytest.raises(ts.errors.NonFiniteError, match=r"step 0 \(call 0\) was rejected: loss: got nan"):
+        step(ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)}), -jnp.ones((4, 3)))
+
+
 @pytest.mark.medium
 def test_over_many_devices_they_are_those_of_one():
     batch = jax.tree.map(lambda x: np.concatenate([x, x[:4]]), BATCH)

@@ -11,7 +11,7 @@ import tsunax as ts
 from flax import nnx
 from tests.helpers import assert_trees_close
 from tsunax._step.loss_fn import GradientOptions
-from tsunax._step.row_probe import RowProbe
+from tsunax._step.row_probe import row_difference
 from tsunax.errors import LossError
 from tsunax.loss import as_loss
 
@@ -256,7 +256,7 @@ ALL = [
 
 def difference(fn, n=2, state=STATE, batch=BATCH, per_example=False, **extra):
     """What the probe measures, or its error."""
-    return RowProbe(GradientOptions(fn, n, per_example=per_example)).difference(state, batch, extra)
+    return row_difference(GradientOptions(fn, n, per_example=per_example), state, batch, extra)
 
 
 def warnings_of(call):

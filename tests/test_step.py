@@ -495,6 +495,22 @@ def test_what_fails_while_it_runs_keeps_its_own_error():
         ts.train_step(fn)(state, jnp.float32(1.0))[1].loss.block_until_ready()
 
 
+def test_a_rule_gets_arguments_that_are_none():
+    """Its signature may have no default for them; only the loss and the norm are left out if there is none."""
+    received = {}
+
+    def keep(updates, state, params=None, **extra):
+        received.update(extra)
+        return updates, state
+
+    rule = optax.GradientTransformationExtraArgs(lambda params: optax.EmptyState(), keep)
+    state = ts.setup(rule, {"w": jnp.ones(2)})
+    received.clear()
+    ts.update(state, {"w": jnp.ones(2)}, teacher=None)
+    assert received["teacher"] is None and received["weight"] is None
+    assert received.keys() == {"grad", "step", "weight", "teacher"}
+
+
 def test_an_extra_argument_that_is_the_state_itself_is_refused(capfd):
     def fn(params, batch, teacher):
         return jnp.mean((batch @ (params["w"] - teacher["w"])) ** 2)

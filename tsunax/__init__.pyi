@@ -22,6 +22,7 @@ from tsunax import schedules as schedules
 from tsunax import testing as testing
 from tsunax import timelines as timelines
 from tsunax import tuning as tuning
+from tsunax._step.evaluation import eval_step as eval_step
 from tsunax._step.whole_batch import whole_batch as whole_batch
 from tsunax.between_steps import flush as flush
 from tsunax.between_steps import update_batch_stats as update_batch_stats
@@ -48,7 +49,6 @@ from tsunax.loop import fit as fit
 from tsunax.loss import Loss as Loss
 from tsunax.migration import migrate as migrate
 from tsunax.populations import population as population
-from tsunax.program import eval_step as eval_step
 from tsunax.program import train_step as train_step
 from tsunax.run import callbacks as callbacks
 from tsunax.run import loggers as loggers

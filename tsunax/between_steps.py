@@ -8,10 +8,10 @@ import jax.numpy as jnp
 
 from tsunax import guard
 from tsunax._core import Function, placement
+from tsunax._step.evaluation import call_on_mesh
 from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
 from tsunax.errors import StateError
 from tsunax.loss import check_model_state
-from tsunax.program import call_on_mesh
 from tsunax.rules import accumulation
 from tsunax.state import TrainState, check_state, trained_part
 from tsunax.states import over_members

@@ -46,14 +46,6 @@ class NoiseScale(NamedTuple):
         """The simple noise scale `trace / squared_norm`, in rows (units of weight)."""
         return self.trace / self.squared_norm
 
-    @classmethod
-    def from_squares(
-        cls, squares: jax.Array, count: jax.Array, weight: Any, square: jax.Array
-    ) -> NoiseScale:
-        """From `squares` Σ w_i |g_i|² over `count` micro-batches, `weight` W and `square` |g|²."""
-        trace = (squares - weight * square) / (count - 1)
-        return cls(trace, square - trace / weight)
-
 
 def check_rows(batch: PyTree) -> None:
     """Raise LossError for leaves without rows, or with another number of rows."""

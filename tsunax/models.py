@@ -231,16 +231,18 @@ def linen(module: Any, variables: PyTree, *, rngs: Sequence[str] = ("dropout",))
     fp8, params = "_overwrite_with_gradient", other_collections.pop("params")
     if fp8 in other_collections:
         params = {"params": params, fp8: other_collections.pop(fp8)}
-    all_of = lambda params, model_state: (
+    variables_of = lambda params, model_state: (
         (params if fp8 in params else {"params": params}) | model_state
     )
 
     def call(params, model_state, key, train, x, named):
         keys = [] if key is None else [key] if len(rngs) == 1 else jax.random.split(key, len(rngs))
         arguments = {"rngs": dict(zip(rngs, keys, strict=False)), "mutable": list(model_state)}
-        return module.apply(all_of(params, model_state), *x, **arguments, **modes(train) | named)
+        return module.apply(
+            variables_of(params, model_state), *x, **arguments, **modes(train) | named
+        )
 
-    bind = lambda params, model_state: module.bind(all_of(params, model_state))
+    bind = lambda params, model_state: module.bind(variables_of(params, model_state))
     return _model(params, other_collections, call, bind, has_modes=bool(modes(True)))
 
 

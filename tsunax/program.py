@@ -2,7 +2,7 @@
 
     train_step(loss_fn)(state, batch)  =  jit(update ∘ value_and_grad)(state, batch)
 
-The formula is in `step.py`.
+The formula is in `step.py`. A step has a program for each placement of its state (`Programs`).
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -12,21 +12,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import operator
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
-from tsunax._step.gradients import axes_around, gradient_of, search_functions
-from tsunax._step.loss_fn import CutsItsBatch, GradientOptions, LossFn, inputs_of_loss_fn
-from tsunax._step.programs import Programs, Traced, call_on_mesh, check_byte_order, place_state
-from tsunax.errors import WrongTypeError
+from tsunax._step.gradients import gradient_of, search_functions
+from tsunax._step.loss_fn import CutsItsBatch, GradientOptions, LossFn
+from tsunax.errors import StateError, WrongTypeError
 from tsunax.guard import tracing
-from tsunax.loss import Loss, StaticWeight
-from tsunax.state import Plan, TrainState, assemble, check_state, split
+from tsunax.loss import StaticWeight
+from tsunax.state import TrainState, assemble, check_state, donated, split
 from tsunax.step import StepInfo, check_norms, update_unchecked
 
 if TYPE_CHECKING:
@@ -34,15 +34,82 @@ if TYPE_CHECKING:
     from tsunax.watching import Watch
 
 
-def _over_members(
-    f: Function, state: TrainState, *arguments: Any, group_size: int | None = None
-) -> Any:
-    """`f(state, *arguments)`; for a population, `f` of each member."""
-    if jnp.ndim(state.clock) == 1:
-        return f(state, *arguments)
-    from tsunax.states import over_members
+def place_state(moving: PyTree, fixed: PyTree = ()) -> tuple[Any, PyTree, PyTree]:
+    """The `MeshShardings` of a state (None: on one device), and its two parts moved to them."""
+    arrays = (x for x in jax.tree.leaves((moving, fixed)) if not trees.is_traced(x))
+    shardings = filter(None, (getattr(x, "sharding", None) for x in arrays))
+    if not any(len(sharding.device_set) > 1 for sharding in shardings):
+        return None, moving, fixed
+    from tsunax._core.placement import mesh_shardings, resharded
 
-    return over_members(f, state, *arguments, group_size=group_size)
+    first, second = mesh_shardings(moving, fixed), mesh_shardings(fixed, moving)
+    if first is None or second is None:
+        return None, moving, fixed
+    return first, resharded(moving, first.of_leaves), resharded(fixed, second.of_leaves)
+
+
+def check_byte_order(batch: PyTree, extra: Extra) -> None:
+    """Raise DataError for a NumPy array with another byte order than the machine's.
+
+    jit raises for such an array when it compiles, but a program that is compiled already reads its
+    bytes in the wrong order.
+    """
+    for x in jax.tree.leaves((batch, extra)):  # at each step: a loop takes half of `any`'s time
+        if isinstance(x, np.ndarray) and not x.dtype.isnative:
+            leaves = (*trees.leaves_at("batch", batch), *trees.leaves_at("extra", extra))
+            checks.check_dtype(x.dtype, next(path for path, leaf in leaves if leaf is x))
+
+
+class Traced(NamedTuple):
+    """The arguments of one trace of a step: shapes and types, no values."""
+
+    kind: str  # "step", or "loop" for a trace in a fused loop
+    shardings: PyTree  # on a mesh the sharding of each array that the step changes
+    state: PyTree  # with a `jax.typeof` for each array
+    arguments: dict[str, Any]  # {name: tree}, with a `jax.typeof` for each array
+
+    @classmethod
+    def from_arguments(
+        cls, kind: str, shardings: Any, state: TrainState, arguments: Extra
+    ) -> Traced:
+        of_leaves = None if shardings is None else shardings.of_leaves
+        return cls(kind, of_leaves, *jax.tree.map(jax.typeof, (state, arguments)))
+
+
+class Programs(dict[Any, Any]):
+    """The compiled functions of a step by the placement of its arguments, built at first use."""
+
+    def __init__(self, build: Function) -> None:
+        super().__init__()
+        self._build = build
+        self.traced: int = 0  # how often a loop was traced
+        self._sharding: Any = None  # the sharding of the last clock, if it was on one device
+
+    def __missing__(self, shardings: Hashable) -> Function:
+        self[shardings] = self._build(shardings)
+        return self[shardings]
+
+    def place_state(self, state: TrainState, moving: PyTree, fixed: PyTree) -> tuple[Any, Any, Any]:
+        """`place_state`, without a look at every leaf if the state is placed like the last one.
+
+        Then its clock has the same sharding object: all arrays that a program returns share one.
+        Raises StateError for a state that was donated.
+        """
+        clock = state.clock
+        if self._sharding is not None and getattr(clock, "sharding", None) is self._sharding:
+            if clock.is_deleted():
+                raise StateError(donated("step()"))
+            return None, moving, fixed
+        if any(map(trees.is_gone, jax.tree.leaves((moving, fixed)))):
+            raise StateError(donated("step()"))
+        if not all(map(trees.is_placed, jax.tree.leaves((moving, fixed)))):
+            checks.check_arrays(state, "state")
+        shardings, moving, fixed = place_state(moving, fixed)
+        is_on_one_device = (
+            shardings is None and trees.is_placed(clock) and len(clock.devices()) == 1
+        )
+        self._sharding = clock.sharding if is_on_one_device else None
+        return shardings, moving, fixed
 
 
 @dataclass(frozen=True)
@@ -77,11 +144,12 @@ class TrainStep(GradientOptions):
         return LossFn.of(self.loss_fn)
 
     @functools.cached_property
-    def row_probe(self) -> FirstLook:
+    def first_look(self) -> FirstLook:
         """The checks before the first call: of the state, and whether the loss mixes rows."""
         from tsunax._step.finite_state import FirstLook
 
-        return FirstLook(self, judges_updates=self.norms == "update")
+        judges_updates = self.on_nonfinite == "ignore" or self.norms == "update"
+        return FirstLook(self, looks_at_state=not judges_updates)
 
     @property
     def masks(self) -> bool:
@@ -102,8 +170,12 @@ class TrainStep(GradientOptions):
         For your program: `jax.jit(step.pure)(state, batch, {})`. `extra` is a dict; rules
         may divide their work over the devices of `mesh`.
         """
-        mesh = mesh if jnp.ndim(state.clock) == 1 else None  # devices share members, not their work
-        return _over_members(self._step_member, state, batch, extra, mesh, group_size=self.at_once)
+        if jnp.ndim(state.clock) == 1:
+            return self._step_member(state, batch, extra, mesh)
+        from tsunax.states import over_members
+
+        in_step = functools.partial(self._step_member, mesh=None)  # devices share members, not work
+        return over_members(in_step, state, batch, extra, group_size=self.at_once)
 
     def _step_member(
         self, state: TrainState, batch: PyTree, extra: Extra, mesh: Any
@@ -176,8 +248,8 @@ class TrainStep(GradientOptions):
             check_byte_order(batch, extra)
             # Eager grad and vmap trace only some arrays. A call would donate the other arrays.
             if trees.is_tracing():
-                if self.row_probe.pending:
-                    self.row_probe(state, batch, extra)
+                if self.first_look.pending:
+                    self.first_look(state, batch, extra)
                 new, info = self._traced(state, batch, extra)
                 # The arrays that the step only reads stay the same, so that a loop carries none.
                 return assemble((type(new), new.plan), split(new)[0], split(state)[1]), info
@@ -189,8 +261,8 @@ class TrainStep(GradientOptions):
             shardings, moving, fixed = self.programs.place_state(state, moving, fixed)
             if shardings is not None:
                 batch, extra = self._place_batch(state, shardings, batch, extra)
-            if self.row_probe.pending:  # all processes at once: a mesh has rows of each
-                self.row_probe(state, batch, extra)
+            if self.first_look.pending:  # all processes at once: a mesh has rows of each
+                self.first_look(state, batch, extra)
             program = self.programs[shardings]
             moving, (loss, weight, *other_fields) = program(kind, moving, fixed, batch, extra)
         except Exception as error:
@@ -325,100 +397,4 @@ def check_is_train_step(step: Any, where: str) -> None:
         raise WrongTypeError("step", where, trees.describe(step), "a ts.train_step(loss_fn)")
 
 
-@dataclass(frozen=True)
-class EvalStep:
-    """The result of `eval_step(loss_fn, ...)`: `f(state, batch, **extra) -> Loss`."""
-
-    loss_fn: Function
-    axis_name: AxisName = None
-    carry: bool = False
-
-    def __post_init__(self) -> None:
-        checks.check_flags("eval_step()", carry=self.carry)
-        _ = self._fn  # raises its errors here, not in the first call
-
-    @functools.cached_property
-    def _fn(self) -> LossFn:
-        return LossFn.of(self.loss_fn)
-
-    def pure(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
-        """The evaluation without compilation; for a population, the evaluation of each member.
-
-        For your program: `jax.jit(f.pure)(state, batch, {})`; `extra` is a dict.
-        """
-        return _over_members(self._evaluate_member, state, batch, extra)
-
-    def _evaluate_member(self, state: TrainState, batch: PyTree, extra: Extra) -> Loss:
-        keywords = self._fn.keywords(state, extra, train=False)
-        inputs = inputs_of_loss_fn(self._fn, state, state.params, batch, keywords, train=False)
-        loss = self._fn(*inputs, keywords, merges=True)
-        if axes := axes_around(self.axis_name, "eval_step()"):
-            from tsunax.microbatches import loss_over_devices
-
-            loss = loss_over_devices(loss, axes)
-        if self.carry or loss.model_state is None:
-            return loss
-        old, new = map(jax.tree.leaves, (state.model_state, loss.model_state))
-        self.changes.append(len(old) != len(new) or any(map(operator.is_not, old, new)))
-        return dataclasses.replace(loss, model_state=None)
-
-    @functools.cached_property
-    def changes(self) -> list[bool]:
-        """For each trace whether it dropped a model state that the loss function had changed."""
-        return []
-
-    @functools.cached_property
-    def carrying(self) -> EvalStep:
-        """The same evaluation with `carry=True`."""
-        return dataclasses.replace(self, carry=True)
-
-    @functools.cached_property
-    def _compiled(self) -> Any:
-        return jax.jit(self.pure)
-
-    def part_read(self, state: TrainState) -> TrainState:
-        """The part of a state that an evaluation reads: a new rule or freeze compiles nothing."""
-        average = "average" if "ema" in self._fn.names else ""
-        selected = state.plan.selected if average else None
-        plan = Plan(None, None, selected, state.plan.precision, state.plan.overwritten)
-        read = "clock", "params", "model_state", average
-        none = dict.fromkeys(f.name for f in dataclasses.fields(state) if f.name not in read)
-        return dataclasses.replace(state, **{**none, "plan": plan})
-
-    def __call__(self, state: TrainState, batch: PyTree = None, **extra: Any) -> Loss:
-        run = lambda state, *args: self._compiled(self.part_read(state), *args)
-        return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
-
-    def call_placed(self, state: TrainState, batch: PyTree, **extra: Any) -> Loss:
-        """A call that checks and moves nothing; `state` is the result of `part_read`."""
-        return self._compiled(state, batch, extra)
-
-    def trace(self, state: TrainState, batch: PyTree, extra: Extra) -> jax.stages.Traced:
-        """The traced program of such a call; `extra` is a dict."""
-        run = lambda state, *args: self._compiled.trace(self.part_read(state), *args)
-        return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"loss_fn": self.loss_fn, "axis_name": self.axis_name, "carry": self.carry}
-
-
-def eval_step(loss_fn: Function, *, axis_name: AxisName = None, carry: bool = False) -> EvalStep:
-    """The compiled evaluation of a step's `loss_fn`: `f(state, batch, **extra) -> Loss`.
-
-    `train` is False, there is a `key` only if you pass one, and `model_state` is read only; the
-    precision comes from the state. Results of several batches merge: `a.merge(b).compute()` is the
-    mean over all rows of both. With `carry=True` the Loss has the `model_state` that `loss_fn`
-    returns, and `evaluate` gives it to the next batch: hidden states, for example. `axis_name` and
-    errors are as in `train_step`.
-
-    >>> import jax.numpy as jnp
-    >>> import tsunax as ts
-    >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
-    >>> f = eval_step(lambda params, x: jnp.mean(x @ params["w"]))
-    >>> float(f(state, jnp.eye(2)).merge(f(state, jnp.ones((1, 2)))).compute())
-    2.0
-    """
-    return EvalStep(loss_fn, axis_name, carry)
-
-
-__all__ = ["EvalStep", "TrainStep", "eval_step", "train_step"]
+__all__ = ["TrainStep", "train_step"]

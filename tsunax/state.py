@@ -222,7 +222,7 @@ def assemble(kind: tuple[type[TrainState], Plan], moving: Any, fixed: Any) -> Tr
     cls, plan = kind
     state = object.__new__(cls)  # at each step; `__init__` would take half as long again
     # Each part has params; the moving part comes later and wins.
-    vars(state).update(zip(cls._parts, (*fixed, *moving, plan), strict=True))
+    vars(state).update(zip(cls._parts, (*fixed, *moving, plan)))  # noqa: B905, `strict=` takes time
     if fixed[0] is not None:
         vars(state)["params"] = trees.merge(moving[0], fixed[0])
     return state
@@ -230,27 +230,23 @@ def assemble(kind: tuple[type[TrainState], Plan], moving: Any, fixed: Any) -> Tr
 
 def master_params(state: TrainState) -> PyTree:
     """The trained params as the rule sees them: in float32 if they are stored rounded."""
-    return _master_or_widened(trained_part(state), state.masters, state.plan.precision)
-
-
-def _master_or_widened(trained: PyTree, masters: PyTree, policy: Policy | None) -> PyTree:
-    if masters is not None:
-        return masters
+    trained, policy = trained_part(state), state.plan.precision
+    if state.masters is not None:
+        return state.masters
     return trained if policy is None else policy.wide(trained)
 
 
 def _moved_beside(master: Any, param: Any) -> Any:
     """The master on the devices of its parameter."""
-    current, target = (getattr(x, "sharding", None) for x in (master, param))
-    is_elsewhere = current and target and current.device_set != target.device_set
-    return jax.device_put(master, target) if is_elsewhere else master
+    is_elsewhere = (
+        all(map(trees.is_placed, (master, param))) and master.devices() != param.devices()
+    )
+    return jax.device_put(master, param.sharding) if is_elsewhere else master
 
 
 def masters_of(trained: PyTree, masters: PyTree) -> PyTree:
     """The masters of rounded leaves. A number that is the rounded old master keeps that master."""
-    masters = trees.on_device(masters)
-    if not trees.is_tracing():
-        masters = jax.tree.map(_moved_beside, masters, trained)
+    masters = jax.tree.map(_moved_beside, trees.on_device(masters), trained)
     keep = lambda p, m, rounded: jnp.where(p == rounded, m, p.astype(m.dtype))
     return jax.tree.map(keep, trained, masters, trees.rounded_like(masters, trained))
 
@@ -363,9 +359,8 @@ def setup(
     scale = as_loss_scale(loss_scale, policy, "setup()")
 
     take = own if copy else trees.strong
-    leaves, tree = jax.tree.flatten(params)
-    pairs = zip(leaves, flags, strict=True)
-    params = tree.unflatten([take(x) if is_trained else trees.strong(x) for x, is_trained in pairs])
+    trained, untrained = trees.partition(params, flags)
+    params = trees.merge(jax.tree.map(take, trained), jax.tree.map(trees.strong, untrained))
     flags, overwritten = state_setup.without_overwritten(params, flags, trainable)
     selected = None if all(flags) else flags
     functions = rule.update, policy, average and average.schedule
@@ -373,26 +368,31 @@ def setup(
     blank = extra_arguments.blank(rule.init)
     plan = Plan(blank, rule.update, selected, policy, overwritten, references)
     trained, masters = state_setup.as_stored(_selected_part(params, selected), policy, key)
-    master_params = _master_or_widened(trained, masters, policy)
-
-    opt_state = state_setup.opt_state_of(rule, master_params, (trained, masters))
-    inspecting.check_update(rule, master_params)
-    if policy is not None and policy.moments != "float32":
-        opt_state = state_setup.with_low_moments(opt_state, plan, master_params)
-    opt_state, numbers = number_table.split_numbers(opt_state)
     place = functools.partial(placement.put_on_devices_of, trained)
-    return TrainState(
+    state = TrainState(
         clock=place(np.zeros(len(COUNTS), np.int32)),
         params=with_part(trained, params, selected),
-        opt_state=place(opt_state) if device is None else jax.device_put(opt_state, device),
+        opt_state=None,
         model_state=place(jax.tree.map(take, model_state)),
         key=place(key),
-        numbers=place(numbers),
+        numbers=None,
         frozen=place(np.zeros(-(-sum(flags) // 32), np.uint32) if freezable else None),
         masters=masters,
-        average=None if average is None else average.starting_at(master_params),
+        average=None,
         loss_scale=place(scale),
         plan=plan,
+    )
+    params_of_rule = master_params(state)
+    opt_state = state_setup.opt_state_of(rule, params_of_rule, (trained, masters))
+    inspecting.check_update(rule, params_of_rule)
+    if policy is not None and policy.moments != "float32":
+        opt_state = state_setup.with_low_moments(opt_state, plan, params_of_rule)
+    opt_state, numbers = number_table.split_numbers(opt_state)
+    return dataclasses.replace(
+        state,
+        opt_state=place(opt_state) if device is None else jax.device_put(opt_state, device),
+        numbers=place(numbers),
+        average=None if average is None else average.starting_at(params_of_rule),
     )
 
 

@@ -17,6 +17,7 @@ the next; `loop.py` calls steps, or your code does.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -26,13 +27,13 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
-from tsunax._core.trees import own
 from tsunax._state.state_fields import thawed_flags
 from tsunax._step.gradients import gradient_of
 from tsunax._step.loss_fn import GradientOptions
 from tsunax._step.updating import (
     Attempt,
     Judge,
+    RuleCall,
     certainty,
     fit_gradients,
     mean_over_rows,
@@ -46,7 +47,6 @@ from tsunax._step.updating import (
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, as_update_loss, check_model_state, number_text
 from tsunax.rules import number_table
-from tsunax.rules.number_table import Numbers
 from tsunax.state import TrainState, check_state, master_params, params_with_trained, trained_part
 
 if TYPE_CHECKING:
@@ -101,16 +101,16 @@ def value_and_grad(
     gradient = gradient_of(options, "value_and_grad()")
     if not (options.is_cut and check_rows):
         return gradient
-    from tsunax._step.row_probe import RowProbe
+    from tsunax._step.finite_state import FirstLook
 
-    row_probe = RowProbe(options)
+    first_look = FirstLook(options, looks_at_state=False)
 
     def f(
         state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any
     ) -> tuple[Loss, PyTree]:
         loss, grads = gradient(state, batch, at=at, **extra)
-        if row_probe.pending:
-            row_probe(state, batch, extra)
+        if first_look.pending:
+            first_look(state, batch, extra)
         return loss, grads
 
     return f
@@ -140,7 +140,7 @@ class StepInfo(NamedTuple):
     noise_scale: NoiseScale | None  # how gradients scatter, under `noise_scale=True`
     step: jax.Array | None  # int32: the clock that the schedules saw, if the rule has any
     watch: Watched | None  # the numbers of layers, under `watch=`
-    numbers: Numbers | None  # the live hyperparameters of this step
+    numbers: number_table.Numbers | None  # the live hyperparameters of this step
 
     @property
     def applied(self) -> jax.Array | np.ndarray:
@@ -153,11 +153,10 @@ class StepInfo(NamedTuple):
     def __repr__(self) -> str:
         names = "loss weight grad_norm update_norm applied".split()
         parts = {name: getattr(self, name) for name in names}
-        if self.update_norm is None:
-            del parts["update_norm"]
         parts |= (self.metrics or {}) | self.hyperparams
         text_of = lambda x: number_text(x) if trees.is_array(x) and not np.ndim(x) else x
-        return f"StepInfo({', '.join(f'{name}={text_of(x)}' for name, x in parts.items())})"
+        texts = [f"{name}={text_of(x)}" for name, x in parts.items() if x is not None]
+        return f"StepInfo({', '.join(texts)})"
 
     @property
     def hyperparams(self) -> dict[str, Any]:
@@ -252,34 +251,12 @@ def update_unchecked(
 
     norm_of_rule = grad_norm if shares_norm else None
     call = rule_call(state, grads, norm_of_rule, value, loss.weight, extra)
-
-    def attempt() -> Attempt:
-        """The result of the step if the verdict applies it."""
-        updates, opt_state = run_rule(call)
-        emitted = guard.emitted(opt_state)
-        opt_state = number_table.without_numbers(opt_state)
-        if difference := trees.first_difference(opt_state, state.opt_state, "opt_state"):
-            raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
-        if (policy := state.plan.precision) is not None:
-            opt_state = policy.rounded_moments(opt_state, state.opt_state, state.key, state.calls)
-        clock = guard.count(state.clock, emitted)  # for averages; `_recorded` counts the call
-        new = dataclasses.replace(state, clock=clock, opt_state=opt_state, model_state=model_state)
-        new = with_params(new, optax.apply_updates(master_params(state), updates))
-        new = with_moved_averages(new)
-        new = with_unmoved(state, new, thawed, emitted)
-        if (replaced := loss.overwritten) is not None:
-            new = dataclasses.replace(
-                new, params=params_with_trained(new, trained_part(new), replaced)
-            )
-        updates = without_frozen(updates, thawed)
-        of_updates = None if watch is None else watch.of_updates(state, updates)
-        return Attempt.from_states(state, new, emitted, updates, of_updates)
-
+    attempt = functools.partial(_attempt, state, call, loss, model_state, thawed, watch)
     judge = Judge(state, loss, value, grad_norm, call, attempt)
     update_norm = verdict = None
     if not is_judged:
         chosen = attempt()
-        update_norm = chosen.update_norm() if norms == "update" else None
+        update_norm = chosen.update_norm(state) if norms == "update" else None
     elif norms == "update" or not trees.is_tracing():  # Without jit, branches would compile anew.
         chosen, verdict, update_norm = judge.choose_late()
     else:
@@ -290,6 +267,35 @@ def update_unchecked(
     watched = None if watch is None else watch.report(state, new, mean, chosen.of_updates)
     info = _info(state, loss, value, norms_in_info, verdict, watched)
     return trees.offloaded_like(new, stored_state), info
+
+
+def _attempt(
+    state: TrainState,
+    call: RuleCall,
+    loss: Loss,
+    model_state: PyTree,
+    thawed: list[Any] | None,
+    watch: Watch | None,
+) -> Attempt:
+    """The result of the step if the verdict applies it."""
+    updates, opt_state = run_rule(call)
+    emitted = guard.emitted(opt_state)
+    opt_state = number_table.without_numbers(opt_state)
+    if difference := trees.first_difference(opt_state, state.opt_state, "opt_state"):
+        raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
+    if (policy := state.plan.precision) is not None:
+        opt_state = policy.rounded_moments(opt_state, state.opt_state, state.key, state.calls)
+    clock = guard.count(state.clock, emitted)  # for averages; `_recorded` counts the call
+    new = dataclasses.replace(state, clock=clock, opt_state=opt_state, model_state=model_state)
+    new = with_params(new, optax.apply_updates(master_params(state), updates))
+    new = with_moved_averages(new)
+    new = with_unmoved(state, new, thawed, emitted)
+    if (replaced := loss.overwritten) is not None:
+        new = dataclasses.replace(new, params=params_with_trained(new, trained_part(new), replaced))
+    updates = without_frozen(updates, thawed)
+    of_updates = None if watch is None else watch.of_updates(state, updates)
+    new = dataclasses.replace(new, clock=state.clock)
+    return Attempt.from_states(state, new, emitted, updates, of_updates)
 
 
 def _info(
@@ -309,7 +315,9 @@ def _info(
         verdict,
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         dropped=None if loss.dropped is None else jnp.sum(loss.dropped),
-        loss_scale=None if scale is None else own(scale.scale),  # a step may donate the state's
+        loss_scale=None
+        if scale is None
+        else trees.own(scale.scale),  # a step may donate the state's
         noise_scale=loss.noise_scale,
         step=state.step if numbers is not None and numbers.scheduled else None,
         watch=watched,

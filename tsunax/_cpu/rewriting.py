@@ -62,41 +62,31 @@ def of_program(program: Any, change: Callable, closed: str, rewritten_programs: 
 
     if not isinstance(program, core.Jaxpr):  # a ClosedJaxpr, which is the same class since jax 0.12
         inner = of_program(program.jaxpr, change, closed, rewritten_programs)
-        return program if inner is program.jaxpr else program.replace(jaxpr=inner)
+        return _with_parts(program, jaxpr=inner)
     # an object is rewritten once: lowering and compiling are cached by it
     if id(program) not in rewritten_programs:
         inner = [_of_equation(eqn, change, closed, rewritten_programs) for eqn in program.eqns]
-        new = program if _are_identical(inner, program.eqns) else program.replace(eqns=inner)
-        eqns = change(new)
-        new = new if _are_identical(eqns, new.eqns) else new.replace(eqns=eqns)
-        rewritten_programs[id(program)] = program, new
+        new = _with_parts(program, eqns=inner)
+        rewritten_programs[id(program)] = program, _with_parts(new, eqns=change(new))
     return rewritten_programs[id(program)][1]
 
 
 def _of_equation(
     eqn: Equation, change: Callable, closed: str, rewritten_programs: dict
 ) -> Equation:
-    if eqn.primitive.name not in _OPEN or (closed and eqn.params.get("name") == closed):
-        return eqn
-    params = {
-        name: _of_parameter(x, change, closed, rewritten_programs) for name, x in eqn.params.items()
-    }
-    return (
-        eqn if _are_identical(params.values(), eqn.params.values()) else eqn.replace(params=params)
-    )
-
-
-def _of_parameter(value: Any, change: Callable, closed: str, rewritten_programs: dict) -> Any:
     from jax.extend import core
 
-    if isinstance(value, (getattr(core, "ClosedJaxpr", core.Jaxpr), core.Jaxpr)):
-        return of_program(value, change, closed, rewritten_programs)
-    if isinstance(value, tuple):  # the branches of a cond
-        new = tuple(_of_parameter(x, change, closed, rewritten_programs) for x in value)
-        return value if _are_identical(new, value) else new
-    return value
+    if eqn.primitive.name not in _OPEN or (closed and eqn.params.get("name") == closed):
+        return eqn
+    programs = getattr(core, "ClosedJaxpr", core.Jaxpr), core.Jaxpr
+    rewrite = lambda x: (
+        of_program(x, change, closed, rewritten_programs) if isinstance(x, programs) else x
+    )
+    return _with_parts(eqn, params=jax.tree.map(rewrite, eqn.params))
 
 
-def _are_identical(new: Any, old: Any) -> bool:
-    new, old = list(new), list(old)
-    return len(new) == len(old) and all(a is b for a, b in zip(new, old, strict=True))
+def _with_parts(node: Any, **parts: Any) -> Any:
+    """A program or an equation with these parts; the same object if its parts are the same."""
+    old_parts = {name: getattr(node, name) for name in parts}
+    old_ids, new_ids = ([*map(id, jax.tree.leaves(x))] for x in (old_parts, parts))
+    return node if old_ids == new_ids else node.replace(**parts)

@@ -72,17 +72,16 @@ class FirstLook:
     read `pending`.
     """
 
-    def __init__(self, options: GradientOptions, judges_updates: bool) -> None:
-        self._options, self.pending = options, True
-        self._looks = options.on_nonfinite != "ignore" and not judges_updates
+    def __init__(self, options: GradientOptions, *, looks_at_state: bool) -> None:
+        self._options, self._looks_at_state, self.pending = options, looks_at_state, True
 
     def __call__(self, state: TrainState, batch: PyTree, extra: Extra) -> None:
-        if self._looks and np.ndim(state.clock) == 2:
+        if self._looks_at_state and np.ndim(state.clock) == 2:
             warn_if_not_finite(state, "step()")
-        elif self._looks and not trees.is_tracing() and (fault := _fault(state)):
+        elif self._looks_at_state and not trees.is_tracing() and (fault := _fault(state)):
             raise fault
         self.pending = False
         if self._options.is_cut and self._options.check_rows:
-            from tsunax._step.row_probe import RowProbe
+            from tsunax._step.row_probe import warn_of_mixed_rows
 
-            RowProbe(self._options)(state, batch, extra)
+            warn_of_mixed_rows(self._options, state, batch, extra)

@@ -25,7 +25,7 @@ from tsunax._step.loss_fn import (
     Strategy,
     scaled_loss,
 )
-from tsunax.errors import LossError, RuleError
+from tsunax.errors import LossError, RuleError, WrongTypeError, warn
 from tsunax.loss import Loss
 from tsunax.state import (
     TrainState,
@@ -40,7 +40,7 @@ from tsunax.state import (
 def gradient_of(options: GradientOptions, where: str) -> Function:
     """The function that `value_and_grad` returns. Its errors name the call `where`."""
     accumulate, per_example = options.accumulate, options.per_example
-    whole = isinstance(options.loss_fn, CutsItsBatch)
+    cuts_itself = isinstance(options.loss_fn, CutsItsBatch)
     fn, checkpoint = _loss_fn_of(options, where), _checkpoint(options.remat)
     strategy = _strategy(options)
 
@@ -55,11 +55,9 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
         parts = trained, overwritten_part(state)
         keywords = fn.keywords(state, extra, train=True)
         if "key" in fn.names and "key" not in keywords:
-            from tsunax._step.loss_fn_errors import warn_of_no_key
-
-            warn_of_no_key(options.loss_fn)
+            _warn_of_no_key(options.loss_fn)
         if axes := axes_around(options.axis_name, where):
-            parts, keywords = _varying(axes, parts, keywords, "key" in extra, whole)
+            parts, keywords = _varying(axes, parts, keywords, "key" in extra, cuts_itself)
         gradient = functools.partial(_differentiated, fn, checkpoint, state, parts)
         problem = Problem(
             gradient=gradient,
@@ -72,7 +70,7 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
             square=_square_of(state) if options.noise_scale else None,
         )
         loss, grads = strategy(problem)
-        if loss.terms and (axes or per_example or (accumulate > 1 and not whole)):
+        if loss.terms and (axes or per_example or (accumulate > 1 and not cuts_itself)):
             from tsunax.microbatches import loss_over_devices
 
             # Each part divided its terms by the weights of the part. The first pass has summed the
@@ -95,27 +93,50 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
     return f
 
 
+def _warn_of_no_key(fn: Function) -> None:
+    """Warn of a training step without the key that a loss function would take, unless bound."""
+    if "key" not in getattr(fn, "keywords", {}):
+        fix = "Give it one, setup(..., key=0), or functools.partial(loss_fn, key=None) to mean it."
+        warn(f"{trees.describe_call(fn)} names key, but the state has none. {fix}")
+
+
 def _loss_fn_of(options: GradientOptions, where: str) -> LossFn:
     """The loss function of these options, which are checked."""
     checks.check_count(options.accumulate, where, "accumulate")
     checks.check_choice(options.on_nonfinite, where, "on_nonfinite", guard.POLICIES)
-    fn, whole = LossFn.of(options.loss_fn), options.loss_fn
-    is_whole = isinstance(whole, CutsItsBatch)
-    if is_whole or options.per_example is not False or options.noise_scale is not False:
-        from tsunax._step.loss_fn_errors import check_options
-
-        check_options(options, is_whole, where)
-    if is_whole:
-        fn = dataclasses.replace(fn, fn=whole.in_micro_batches(options.accumulate))
+    checks.check_flags(where, noise_scale=options.noise_scale)
+    per_example, noise_scale = options.per_example, options.noise_scale
+    if not isinstance(per_example, bool) and not callable(per_example):
+        raise WrongTypeError("per_example", where, repr(per_example), "a bool or a function")
+    fn, loss_fn = LossFn.of(options.loss_fn), options.loss_fn
+    is_whole = isinstance(loss_fn, CutsItsBatch)
+    conflicts = {
+        "on_nonfinite='drop' for a loss without micro-batches, of the whole batch or per example": (
+            options.on_nonfinite == "drop" and (is_whole or per_example)
+        ),
+        "per_example=True over an axis of devices": per_example is True and options.axis_name,
+        "per_example or noise_scale of a whole_batch loss": is_whole
+        and (per_example or noise_scale),
+        "noise_scale without accumulate=2 or more, or with per_example": (
+            noise_scale and (options.accumulate < 2 or per_example)
+        ),
+    }
+    for conflict in filter(conflicts.get, conflicts):
+        raise WrongTypeError("options", where, conflict, "options that fit together")
+    if isinstance(loss_fn, CutsItsBatch):
+        return dataclasses.replace(fn, fn=loss_fn.in_micro_batches(options.accumulate))
     return fn
 
 
 def _strategy(options: GradientOptions) -> Strategy:
     """The strategy that computes the gradient of a batch."""
-    strategy: Strategy = lambda problem: problem.gradient(problem.batch, problem.keywords)
-    n = options.accumulate
+    one_batch: Strategy = lambda problem: problem.gradient(problem.batch, problem.keywords)
+    strategy, n = one_batch, options.accumulate
     if n > 1 and isinstance(options.loss_fn, CutsItsBatch):
-        from tsunax._step.whole_batch import of_whole_batch as strategy
+        from tsunax._cpu import convolutions
+
+        # The loss function loops over its micro-batches.
+        strategy = lambda problem: convolutions.fast(lambda: one_batch(problem))()
     elif n > 1:
         from tsunax.microbatches import over_micro_batches
 
@@ -215,10 +236,13 @@ def _with_noise_scale(problem: Problem, loss: Loss, grads: PyTree) -> Loss:
         return loss
     from tsunax.microbatches import NoiseScale
 
+    # Σ w_i |g_i|² over the micro-batches, and their number
     squares, count = loss.noise_scale
     if (scale := problem.state.loss_scale) is not None:
         squares = squares / scale.scale**2
-    estimate = NoiseScale.from_squares(squares, count, loss.weight, problem.square(grads))
+    square_of_mean = problem.square(grads)
+    trace = (squares - loss.weight * square_of_mean) / (count - 1)
+    estimate = NoiseScale(trace, square_of_mean - trace / loss.weight)
     return dataclasses.replace(loss, noise_scale=estimate)
 
 

@@ -8,14 +8,13 @@ of the whole batch in `whole_batch.py`.
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
-import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +23,7 @@ from jax.core import Tracer
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, PyTree, trees
-from tsunax.errors import KeywordError, LossError, TsunaxError, unknown
+from tsunax.errors import KeywordError, LossError, TsunaxError, remedy, unknown
 from tsunax.loss import Loss, as_loss, loss_of, rows_of, uneven
 from tsunax.state import TrainState, averaged_params, with_part
 
@@ -80,8 +79,8 @@ Strategy = Callable[[Problem], tuple[Loss, PyTree]]
 class CutsItsBatch:
     """The base of `WholeBatch`, a loss function that computes itself in micro-batches."""
 
-    def in_micro_batches(self, n: int) -> Function:
-        raise NotImplementedError
+    in_micro_batches: Callable[[int], Function]
+    keywords_of_parts: Callable[[], "LossFn"]
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,9 @@ class LossFn:
     takes_batch: bool = True  # False: `loss_fn(params, key)` draws its data
 
     @classmethod
-    def of(cls, fn: Function) -> Self:
+    def of(cls, fn: Function) -> "LossFn":
+        if isinstance(fn, CutsItsBatch):
+            return fn.keywords_of_parts()
         try:
             parameters = list(inspect.signature(fn).parameters.values())
         except ValueError:  # builtins without a signature
@@ -165,22 +166,27 @@ class LossFn:
             out = call(keywords)
         except Exception as error:
             if not isinstance(error, TsunaxError):
-                from tsunax._step.loss_fn_errors import note
-
-                error.add_note(note(self.fn, batch, error))
+                error.add_note(_note(self.fn, batch, error))
             raise
         if isinstance(mask, Tracer):
             _check_reads_mask(lambda mask: loss_of(call({**keywords, "mask": mask})), mask)
-        if mask is not None and np.shape(mask) == (rows,):
-            out = loss_of(out)
-            if out.weight is None:
-                out = dataclasses.replace(out, weight=jnp.sum(mask, dtype=jnp.float32))
-        needs_rows = mask is not None or not isinstance(out, Loss) or out.weight is None
-        if needs_rows and (fault := uneven(batch)):
+        out = loss_of(out)
+        if out.weight is None and mask is not None and np.shape(mask) == (rows,):
+            out = dataclasses.replace(out, weight=jnp.sum(mask, dtype=jnp.float32))
+        if (mask is not None or out.weight is None) and (fault := uneven(batch)):
             if merges or mask is not None:
                 raise LossError(f"{fault} Return ts.Loss.mean(values) or ts.Loss(total, weight).")
             rows = 1
         return as_loss(out, rows)
+
+
+def _note(fn: Function, batch: PyTree, error: Exception) -> str:
+    """The note on an exception of the user's code: the function, and the shapes of its batch."""
+    leaf_texts = [f"{path} {trees.describe(x)}".strip() for path, x in trees.leaves_at("", batch)]
+    shapes = trees.listed(leaf_texts, 4) or "None"
+    fix = ". It is compiled: return values as metrics, print with jax.debug.print"
+    fix = f"{fix}, branch with jnp.where" if remedy(error) else ""
+    return f"raised by the loss function {trees.describe_call(fn)}; its batch: {shapes}{fix}"
 
 
 def _check_reads_mask(loss: Callable[[jax.Array], Loss], mask: jax.Array) -> None:
@@ -218,16 +224,6 @@ class TrainingCall:
 current_call: ContextVar[TrainingCall | None] = ContextVar("training_call", default=None)
 
 
-@contextlib.contextmanager
-def training_call(model_state: PyTree) -> Generator[TrainingCall]:
-    """A context in which `current_call.get()` is this call."""
-    token = current_call.set(call := TrainingCall(jax.tree.leaves(model_state)))
-    try:
-        yield call
-    finally:
-        current_call.reset(token)
-
-
 # The params and the batch that a loss function gets
 
 
@@ -253,8 +249,12 @@ def scaled_loss(
     whole: Loss | None = None,
 ) -> tuple[jax.Array, Loss]:
     """The mean times the loss scale, and the Loss. With a `whole`, the batch is a part of it."""
-    with training_call(keywords.get("model_state")) as call:
+    call = TrainingCall(jax.tree.leaves(keywords.get("model_state")))
+    token = current_call.set(call)
+    try:
         loss = fn(*inputs_of_loss_fn(fn, state, params, batch, keywords), keywords)
+    finally:
+        current_call.reset(token)
     if call.moved and loss.model_state is None:
         got = "none, though a model in train mode made a new one"
         fix = "Write ts.Loss.mean(values, model_state=new), or =model_state to keep the old."

@@ -26,11 +26,9 @@ def place_batch(step, state: TrainState, shardings: MeshShardings, batch, extra)
     """`place_as_it_is`, but rows that do not divide are padded if loss_fn takes a mask."""
     mask, rows = extra.get("mask"), rows_of(batch)
     padding = -rows % placement.divisor(shardings.replicated, step.accumulate)
-    are_placed = [
-        placement.is_on_mesh(x, shardings.replicated.mesh) for x in jax.tree.leaves(batch)
-    ]
-    has_rows = bool(row_axes(state, shardings.replicated.mesh))
-    if padding and step.masks and has_rows and not all(are_placed):
+    mesh = shardings.replicated.mesh
+    are_placed = (placement.is_on_mesh(x, mesh) for x in jax.tree.leaves(batch))
+    if padding and step.masks and row_axes(state, mesh) and not all(are_placed):
         if fault := uneven(batch):
             raise LossError(fault)
         batch, padding_mask = placement.padded(batch, rows, rows + padding)

@@ -55,15 +55,13 @@ def _reasons(new: Traced, old: Traced) -> tuple[int, list[str]]:
 
 def retrace_reasons(records: list[Traced]) -> list[str]:
     """A line for each trace but the first of its kind: its differences from the nearest trace."""
-    lines, records_by_kind = [], dict[str, list[Traced]]()
+    lines: list[str] = []
     no_difference = (
         "the same shapes: other static fields, jax.clear_caches(), or another jax.config"
     )
-    for trace in records:
-        earlier = records_by_kind.setdefault(trace.kind, [])
-        if earlier:
-            reasons = [_reasons(trace, old) for old in reversed(earlier)]
+    for i, trace in enumerate(records):
+        earlier = [record for record in records[:i] if record.kind == trace.kind]
+        if reasons := [_reasons(trace, record) for record in reversed(earlier)]:
             _, texts = min(reasons, key=lambda x: (x[0], len(x[1])))
             lines.append(f"{trace.kind}: {trees.listed(texts, 4, '; ') or no_difference}")
-        earlier.append(trace)
     return lines

@@ -68,66 +68,64 @@ class Difference(NamedTuple):
     rows: int
     parts: int
 
-
-class RowProbe:
-    """Before the first call of a step, `probe(state, batch, extra)` warns if its loss mixes rows.
-
-    Later calls only read `pending`.
-    """
-
-    def __init__(self, options: GradientOptions) -> None:
-        self._loss_fn, self._accumulate = options.loss_fn, options.accumulate
-        self._alone = options.per_example is not False
-        self.pending: bool = options.check_rows and options.is_cut
-
-    def __call__(self, state: TrainState, batch: PyTree, extra: Extra) -> None:
-        self.pending, difference = False, None
-        with (
-            contextlib.suppress(Exception),  # the step itself raises these errors
-            jax.transfer_guard("allow"),
-            eval_context(),
-        ):
-            difference = self.difference(*_with_values(state, batch, extra))
-        if difference is not None:
-            is_made_up = any(map(trees.is_traced, jax.tree.leaves((batch, extra))))
-            warn(" ".join([self.text(difference), _MADE_UP][: 1 + is_made_up]))
-
-    def difference(self, state: TrainState, batch: PyTree, extra: Extra) -> Difference | None:
-        """The difference between the losses of some rows and of their micro-batches, or None."""
-        from tsunax.states import of_first_member
-
-        state, batch, extra = of_first_member(state, batch, extra)
-        fn, rows = LossFn.of(self._loss_fn), rows_of(batch)
-        mean_embedding = getattr(self._loss_fn, "mean_embedding", None)  # for `ts.whole_batch`
-        fn = fn if mean_embedding is None else dataclasses.replace(fn, fn=mean_embedding)
-        if "model_state" in fn.names and "train" not in fn.names:
-            return None
-        n = rows if self._alone else self._accumulate
-        # Rows that do not divide are padded; a loss without a mask raises, as its step does.
-        mask = extra.get("mask", np.arange(rows) < rows - 1 if rows % n else None)
-        largest = -(-rows // n)  # the rows in a micro-batch of the step
-        fewer_rows = [size for size in range(ROWS, largest) if largest % size == 0][:1]
-        for size in [*fewer_rows, largest] if rows > 1 else []:
-            parts = min(n, PARTS, max(2, PARTS * ROWS // 2 // size))
-            places = np.linspace(0, rows - 1, parts * size).astype(int)
-            with (
-                contextlib.suppress(Exception),  # some losses take only one number of rows
-                jax.default_matmul_precision("highest"),
-            ):
-                cut = jax.tree.map(
-                    lambda x, indices=places: placement.rows_at(indices, x), (batch, mask)
-                )
-                return _difference(fn, parts, state, cut, extra, may_be_sum=self._alone)
-        return None
-
-    def text(self, difference: Difference) -> str:
+    def text(self, options: GradientOptions) -> str:
         """The difference in words, and what to do."""
-        whole, merged, near, rows, parts = difference
-        got = f"{whole:.6g} for {rows} rows and {merged:.6g} for these in {parts} micro-batches"
-        got += " at params near those of the state" if near else ""
-        option = "per_example" if self._alone else f"accumulate={self._accumulate}"
+        got = f"{self.whole:.6g} for {self.rows} rows and {self.merged:.6g} for these in "
+        got += f"{self.parts} micro-batches"
+        got += " at params near those of the state" if self.near else ""
+        is_alone = options.per_example is not False
+        option = "per_example" if is_alone else f"accumulate={options.accumulate}"
         expected = f"a mean over rows under {option}"
-        return message("loss", trees.describe_call(self._loss_fn), got, expected, _FIX)
+        return message("loss", trees.describe_call(options.loss_fn), got, expected, _FIX)
+
+
+def warn_of_mixed_rows(
+    options: GradientOptions, state: TrainState, batch: PyTree, extra: Extra
+) -> None:
+    """Warn if the loss of a step mixes the rows of its batch."""
+    difference = None
+    with (
+        contextlib.suppress(Exception),  # the step itself raises these errors
+        jax.transfer_guard("allow"),
+        eval_context(),
+    ):
+        difference = row_difference(options, *_with_values(state, batch, extra))
+    if difference is not None:
+        is_made_up = any(map(trees.is_traced, jax.tree.leaves((batch, extra))))
+        warn(" ".join([difference.text(options), _MADE_UP][: 1 + is_made_up]))
+
+
+def row_difference(
+    options: GradientOptions, state: TrainState, batch: PyTree, extra: Extra
+) -> Difference | None:
+    """The difference between the losses of some rows and of their micro-batches, or None."""
+    from tsunax.states import of_first_member
+
+    state, batch, extra = of_first_member(state, batch, extra)
+    fn, rows, is_alone = (
+        LossFn.of(options.loss_fn),
+        rows_of(batch),
+        options.per_example is not False,
+    )
+    mean_embedding = getattr(options.loss_fn, "mean_embedding", None)  # for `ts.whole_batch`
+    fn = fn if mean_embedding is None else dataclasses.replace(fn, fn=mean_embedding)
+    if "model_state" in fn.names and "train" not in fn.names:
+        return None
+    n = rows if is_alone else options.accumulate
+    # Rows that do not divide are padded; a loss without a mask raises, as its step does.
+    mask = extra.get("mask", np.arange(rows) < rows - 1 if rows % n else None)
+    largest = -(-rows // n)  # the rows in a micro-batch of the step
+    fewer_rows = [size for size in range(ROWS, largest) if largest % size == 0][:1]
+    for size in [*fewer_rows, largest] if rows > 1 else []:
+        parts = min(n, PARTS, max(2, PARTS * ROWS // 2 // size))
+        places = np.linspace(0, rows - 1, parts * size).astype(int)
+        with (
+            contextlib.suppress(Exception),  # some losses take only one number of rows
+            jax.default_matmul_precision("highest"),
+        ):
+            cut = jax.tree.map(functools.partial(placement.rows_at, places), (batch, mask))
+            return _difference(fn, parts, state, cut, extra, may_be_sum=is_alone)
+    return None
 
 
 def _difference(

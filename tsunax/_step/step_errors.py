@@ -15,7 +15,7 @@ from tsunax import errors, guard, losses
 from tsunax._core import Extra, checks, placement, trees
 from tsunax._core.source_lines import hide_own_frames
 from tsunax._state.state_fields import COUNTS
-from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
+from tsunax._step.loss_fn import CutsItsBatch, LossFn, inputs_of_loss_fn
 from tsunax.errors import NonFiniteError, StateError
 from tsunax.state import TrainState, split
 
@@ -70,7 +70,7 @@ def rejection_reason(step, state: TrainState, info: Any, batch, extra) -> str:
     # A rejected step changes only counts, so the rejected gradients can be computed again.
     clock = state.clock - np.eye(len(COUNTS), dtype=np.int32)[COUNTS.index("calls")]
     state_before = dataclasses.replace(state, clock=clock)
-    grads, dropped = _gradient_program(step, step.gradient)(state_before, batch, extra)
+    grads, dropped = _gradient_program(step)(state_before, batch, extra)
     reason = guard.explain(int(info.verdict), state.opt_state, grads)
     if dropped is not None and np.any(dropped):
         reason += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {step.accumulate}"
@@ -131,15 +131,16 @@ def repaired_labels() -> Iterator[list[str]]:
 
 
 @functools.lru_cache(maxsize=8)
-def _gradient_program(step, gradient: Any) -> Any:
+def _gradient_program(step) -> Any:
     """A function for the gradients of a step, and the weights of its bad micro-batches."""
+    drops = step.accumulate > 1 and not (step.per_example or isinstance(step.loss_fn, CutsItsBatch))
 
     def gradients(state, batch, extra):
-        _, grads = gradient(state, batch, **extra)
-        if step.accumulate == 1:
-            return grads, None
-        dropping = dataclasses.replace(step, on_nonfinite="drop").gradient
-        return grads, dropping(state, batch, **extra)[0].dropped
+        loss, grads = step.gradient(state, batch, **extra)
+        if drops:
+            dropping = dataclasses.replace(step, on_nonfinite="drop")
+            loss, _ = dropping.gradient(state, batch, **extra)
+        return grads, loss.dropped
 
     return jax.jit(gradients)
 

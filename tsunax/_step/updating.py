@@ -28,20 +28,12 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import Extra, Function, Maybe, PyTree, Scalar, checks, trees
-from tsunax._core.trees import own
 from tsunax._state.state_fields import averages_of, thawed_flags
 from tsunax._step.gradients import conjugated
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss
 from tsunax.rules import number_table, update_bounds
-from tsunax.state import (
-    TrainState,
-    master_params,
-    params_with_trained,
-    split,
-    trained_part,
-    with_part,
-)
+from tsunax.state import TrainState, master_params, params_with_trained, trained_part
 
 # {dtype: a real dtype with the same range}
 RANGES = {
@@ -52,17 +44,16 @@ RANGES = {
 
 def fit_gradients(state: TrainState, grads: PyTree, loss: Loss) -> tuple[PyTree, Loss]:
     """The gradients in the structure of `trainable(state)`, also if given for the full tree."""
-    params, plan, structure = trained_part(state), state.plan, jax.tree.structure(grads)
-    if structure != jax.tree.structure(params):
-        if not plan.selected or structure != jax.tree.structure(state.params):
-            difference = trees.first_difference(grads, params, "grads")
-            raise StateError(f"gradient {difference}. It has the structure of ts.trainable(state).")
+    params, plan = trained_part(state), state.plan
+    if plan.selected and jax.tree.structure(grads) == jax.tree.structure(state.params):
         if plan.overwritten is not None:
             new, old = (trees.partition(x, plan.overwritten)[0] for x in (grads, state.params))
             checks.check_like("grads", new, old, "The gradient of such a leaf is its next value.")
-            new = trees.cast_like(jax.tree.map(own, new), old)
+            new = trees.cast_like(jax.tree.map(trees.own, new), old)
             loss = dataclasses.replace(loss, overwritten=new)
         grads = trees.partition(grads, plan.selected)[0]
+    if difference := trees.first_difference(grads, params, "grads"):
+        raise StateError(f"gradient {difference}. It has the structure of ts.trainable(state).")
     rows = _rows_in(grads, params)
     for i, (grad, param) in enumerate(zip(*map(jax.tree.leaves, (grads, params)), strict=True)):
         if not _is_gradient(grad, param, rows):
@@ -102,23 +93,15 @@ class RuleCall(NamedTuple):
 
     update: Function
     grads: PyTree
-    opt_state: PyTree
-    numbers: number_table.Numbers | None  # that `opt_state` does not have
-    step: Scalar
+    # () -> the state of the rule with its live numbers. They join it where the rule runs: a table
+    # that is reshaped before a cond is copied in it.
+    opt_state: Function
     params: PyTree
     keywords: Extra
 
-    @property
-    def live_opt_state(self) -> PyTree:
-        """The state of the rule with its live numbers.
-
-        They join it where the rule runs: a table that is reshaped before a cond is copied in it.
-        """
-        return number_table.join_numbers(self.opt_state, self.numbers, self.step)
-
     def __call__(self) -> tuple[PyTree, PyTree]:
         """The updates and the new state of the rule."""
-        return self.update(self.grads, self.live_opt_state, self.params, **self.keywords)
+        return self.update(self.grads, self.opt_state(), self.params, **self.keywords)
 
     def with_joined_leaves(self) -> RuleCall:
         """The call with all small leaves in one vector, for a rule that works by element.
@@ -136,9 +119,9 @@ class RuleCall(NamedTuple):
             ]
 
         join = lambda x: guard.joined(jax.tree.leaves(x), groups) if is_like_params(x) else x
-        inputs = self.grads, self.live_opt_state, self.params
+        inputs = self.grads, self.opt_state(), self.params
         grads, opt_state, params = jax.tree.map(join, inputs, is_leaf=is_like_params)
-        return self._replace(grads=grads, opt_state=opt_state, numbers=None, params=params)
+        return self._replace(grads=grads, opt_state=lambda: opt_state, params=params)
 
 
 def rule_call(
@@ -151,39 +134,29 @@ def rule_call(
     # Complex gradients are as JAX makes them: line searches compare them with the gradient of
     # `value_fn`.
     mean = mean_over_rows(grads, params)
-    arguments: Extra = {"grad": conjugated(mean), "step": state.step, "weight": weight}
-    arguments |= ({} if value is None else {"value": value}) | extra
-    arguments |= {} if grad_norm is None else {"grad_norm": grad_norm}
+    keywords: Extra = {"grad": conjugated(mean), "step": state.step, "weight": weight}
+    keywords |= ({} if value is None else {"value": value}) | extra
+    keywords |= {} if grad_norm is None else {"grad_norm": grad_norm}
     for name in checks.SEARCHES:
-        if callable(arguments.get(name)):
-            arguments[name] = checks.accepting(arguments[name], arguments)
+        if callable(keywords.get(name)):
+            keywords[name] = checks.accepting(keywords[name], keywords)
     opt_state = opt_state if policy is None else policy.wide_moments(opt_state)
-    numbers, step = state.numbers, state.step
-    return RuleCall(state.plan.update, grads, opt_state, numbers, step, params, arguments)
+    live_opt_state = functools.partial(
+        number_table.join_numbers, opt_state, state.numbers, state.step
+    )
+    return RuleCall(state.plan.update, grads, live_opt_state, params, keywords)
 
 
 def run_rule(call: RuleCall) -> tuple[PyTree, PyTree]:
     """The updates and the new state of the rule. Raises RuleError if their shapes are wrong."""
-    results = call()
-    has_rows = bool(_rows_in(call.grads, call.params))
-    _check_results(results, (call.params, call.live_opt_state), has_rows=has_rows)
-    return results
-
-
-def _check_results(results: PyTree, trees_before: PyTree, *, has_rows: bool) -> None:
-    """Raise RuleError if the rule returned updates or a state of other shapes than before."""
-    shapes_of = lambda tree: [*map(np.shape, jax.tree.leaves(tree))]
-    names = ("updates", "opt_state") if has_rows else ("updates",)
-    for name, new, old in zip(names, results, trees_before, strict=False):
-        if shapes_of(new) == shapes_of(old):
-            continue
-        pairs = zip(trees.leaves_at(name, new), shapes_of(old), strict=False)
-        faults = [
-            (place, np.shape(x), shape) for (place, x), shape in pairs if np.shape(x) != shape
-        ]
-        place, got, expected = (faults or [(name, "another tree", "that of the params")])[0]
-        fix = "Rules that take the gradients of rows, and only they, need per_example=True."
-        raise RuleError("result of the rule", place, got, expected, fix)
+    updates, opt_state = call()
+    results = [("updates", updates, call.params), ("opt_state", opt_state, call.opt_state())]
+    for name, new, old in results if _rows_in(call.grads, call.params) else results[:1]:
+        for (place, x), y in zip(trees.leaves_at(name, new), jax.tree.leaves(old), strict=False):
+            if np.shape(x) != np.shape(y):
+                fix = "Rules that take the gradients of rows, and only they, need per_example=True."
+                raise RuleError("result of the rule", place, np.shape(x), np.shape(y), fix)
+    return updates, opt_state
 
 
 def with_params(state: TrainState, params: PyTree) -> TrainState:
@@ -274,7 +247,7 @@ def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> Certainty:
 class Attempt(NamedTuple):
     """The changes of a step to its state if the verdict applies the step."""
 
-    fields: dict[str, Any]  # the fields that it changes, of params only the part that moves
+    leaves: dict[int, Any]  # the leaves of the state that it changes, by their place
     emitted: jax.Array | None  # bool: whether it moves params; None: every call does
     updates: PyTree = None  # the rule adds them to params, zero for frozen leaves
     of_updates: jax.Array | None = None  # their numbers, for a `Watch` of updates
@@ -284,27 +257,26 @@ class Attempt(NamedTuple):
         cls, old: TrainState, new: TrainState, emitted: Any, updates: PyTree, of_updates: Any
     ) -> Attempt:
         """The attempt that makes the state `new` of `old`."""
-        moving = (f.name for f in dataclasses.fields(new) if f.metadata.get("moves") == "step")
-        fields = {name: getattr(new, name) for name in moving if name != "params"}
-        fields = {name: x for name, x in fields.items() if x is not getattr(old, name)}
-        return cls({**fields, "params": split(new)[0][0]}, emitted, updates, of_updates)
+        pairs = enumerate(zip(*map(jax.tree.leaves, (old, new)), strict=True))
+        leaves = {i: new_leaf for i, (old_leaf, new_leaf) in pairs if new_leaf is not old_leaf}
+        return cls(leaves, emitted, updates, of_updates)
 
     def undone(self, state: TrainState) -> Attempt:
-        """The attempt of a rejected step: the same fields, with their values in `state`."""
-        fields = {name: getattr(state, name) for name in self.fields}
+        """The attempt of a rejected step: the same leaves, with their values in `state`."""
+        old_leaves = jax.tree.leaves(state)
         emitted = None if self.emitted is None else jnp.bool_(False)
         of_updates = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), self.of_updates)
-        return Attempt({**fields, "params": split(state)[0][0]}, emitted, None, of_updates)
+        return Attempt({i: old_leaves[i] for i in self.leaves}, emitted, None, of_updates)
 
     def applied_to(self, state: TrainState) -> TrainState:
-        """The state with the fields of this attempt."""
-        params = with_part(self.fields["params"], state.params, state.plan.moving)
-        return dataclasses.replace(state, **{**self.fields, "params": params})
+        """The state with the leaves of this attempt."""
+        old_leaves, structure = jax.tree.flatten(state)
+        return structure.unflatten(self.leaves.get(i, x) for i, x in enumerate(old_leaves))
 
-    def update_norm(self) -> jax.Array:
+    def update_norm(self, state: TrainState) -> jax.Array:
         """The norm of the updates, infinite if they make a float16 parameter infinite."""
-        norm = guard.global_norm(self.updates)
-        halves = [x for x in jax.tree.leaves(self.fields["params"]) if x.dtype == jnp.float16]
+        norm, params = guard.global_norm(self.updates), trained_part(self.applied_to(state))
+        halves = [x for x in jax.tree.leaves(params) if x.dtype == jnp.float16]
         overflows = ~jnp.isfinite(guard.global_norm(halves)) & jnp.isfinite(norm)
         return jnp.where(overflows, jnp.inf, norm) if halves else norm
 
@@ -322,13 +294,10 @@ class Judge:
 
     def choose(self, certainty: Certainty) -> tuple[Attempt, jax.Array]:
         """The attempt, or the unchanged state if it is rejected; and the verdict."""
-        early = lambda: self.choose_early(certainty)
-        late = lambda: self.choose_late()[:2]
-        if certainty.is_certain is None:
-            return late()
-        if certainty.is_certain is True:
-            return early()
-        return guard.early_or_late(early, late, self.call.grads)
+        early, late = (lambda: self.choose_early(certainty)), (lambda: self.choose_late()[:2])
+        if isinstance(certainty.is_certain, jax.Array):
+            return guard.early_or_late(early, late, self.call.grads)
+        return early() if certainty.is_certain else late()
 
     def choose_early(self, certainty: Certainty) -> tuple[Attempt, jax.Array]:
         """The rule runs after the verdict, unless the verdict needs its report or its update."""
@@ -337,28 +306,27 @@ class Judge:
             # Leaves are joined in the branch alone: other calls do not pay for it.
             joined_updates = lambda: self.call.with_joined_leaves()()[0]
             updates = joined_updates if certainty.by_element else lambda: attempt().updates
-            excess = lambda: guard.excess(updates())
-            fault = guard.unless(certainty.is_certain, excess)
+            fault = guard.unless(certainty.is_certain, lambda: guard.excess(updates()))
         # For an overwritten leaf the gradient is the new value (flax's fp8). XLA fuses the last
         # operations of such a gradient into a select, but not into a cond.
-        decide = guard.decide if self.loss.overwritten is None else guard.select
-        return self._chosen(attempt, fault, decide)
+        return self._chosen(attempt, fault, may_branch=self.loss.overwritten is None)
 
     def choose_late(self) -> tuple[Attempt, jax.Array, jax.Array]:
         """The rule runs before the verdict on the norm of its update, which is the third result."""
         attempt = self.attempt()
-        update_norm = attempt.update_norm()
-        chosen, verdict = self._chosen(lambda: attempt, update_norm, guard.select)
+        update_norm = attempt.update_norm(self.state)
+        chosen, verdict = self._chosen(lambda: attempt, update_norm, may_branch=False)
         # The rule ran, so its updates are known also if they are rejected.
         return chosen._replace(of_updates=attempt.of_updates), verdict, update_norm
 
     def _chosen(
-        self, attempt: Function, of_update: Maybe, decide: Function
+        self, attempt: Function, of_update: Maybe, *, may_branch: bool
     ) -> tuple[Attempt, jax.Array]:
         verdict = self._verdict(attempt, of_update)
         without_updates = lambda: attempt()._replace(updates=None)
         unchanged = jax.eval_shape(without_updates).undone(self.state)
-        return decide(verdict == 0, without_updates, unchanged), verdict
+        chosen = guard.decide(verdict == 0, without_updates, unchanged, may_branch=may_branch)
+        return chosen, verdict
 
     def _verdict(self, attempt: Function, of_update: Maybe) -> jax.Array:
         """The verdict on loss, gradient, reports of rules, and a number of the update.
@@ -376,5 +344,6 @@ class Judge:
             if average.schedule is not None
         ]
         last = functools.reduce(operator.add, must_be_finite) if must_be_finite else None
-        opt_state = attempt().fields.get("opt_state", ()) if guard.reports(state.opt_state) else ()
+        has_reports = bool(guard.reports(state.opt_state))
+        opt_state = attempt().applied_to(state).opt_state if has_reports else ()
         return guard.judge(self.value, self.grad_norm, state.calls, opt_state, last)

@@ -16,8 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, trees
-from tsunax._cpu import convolutions
-from tsunax._step.loss_fn import CutsItsBatch, LossFn, Problem
+from tsunax._step.loss_fn import CutsItsBatch, LossFn
 from tsunax.errors import LossError
 from tsunax.loss import Loss, check_model_state, loss_of, rows_of
 from tsunax.microbatches import check_rows, in_turn
@@ -68,21 +67,14 @@ class WholeBatch(CutsItsBatch):
     embed: Function
     loss: Function
 
+    __name__ = "whole_batch"
+
     def __post_init__(self) -> None:
-        parts, kinds = (self._embed, self._loss), inspect.Parameter
         first = next(iter(inspect.signature(self.loss).parameters))
-        if first == "params" or any(part.names.count("batch") for part in parts):
+        if first == "params" or any("batch" in part.names for part in (self._embed, self._loss)):
             got = f"{trees.describe_call(self.embed)}, {trees.describe_call(self.loss)}"
             expected = "embed(params, rows, ...), loss(embeddings, batch, ...)"
             raise LossError("signatures", "whole_batch()", got, expected)
-        named = dict.fromkeys(name for part in parts for name in part.names if name != "params")
-        needed = {name for part in parts for name in part.names if name not in part.optional}
-        default = lambda name: kinds.empty if name in needed else None
-        parameters = [kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in ("params", "batch")]
-        parameters += [kinds(name, kinds.KEYWORD_ONLY, default=default(name)) for name in named]
-        parameters += [kinds("extra", kinds.VAR_KEYWORD)] * any(part.takes_any for part in parts)
-        # A step reads these attributes of a loss function.
-        self.__dict__.update(__name__="whole_batch", __signature__=inspect.Signature(parameters))
 
     @functools.cached_property
     def _embed(self) -> LossFn:
@@ -91,6 +83,14 @@ class WholeBatch(CutsItsBatch):
     @functools.cached_property
     def _loss(self) -> LossFn:
         return LossFn.of(self.loss)
+
+    def keywords_of_parts(self) -> LossFn:
+        """This loss function with the keywords of both parts."""
+        parts = self._embed, self._loss
+        names = dict.fromkeys(name for part in parts for name in part.names if name != "params")
+        needed = {name for part in parts for name in part.names if name not in part.optional}
+        takes_any = any(part.takes_any for part in parts)
+        return LossFn(self, tuple(names), frozenset(names) - needed, takes_any)
 
     def __call__(self, params: PyTree, batch: PyTree, **keywords: Any) -> Any:
         return self.in_micro_batches(1)(params, batch, **keywords)
@@ -155,11 +155,6 @@ class WholeBatch(CutsItsBatch):
                 fix = "What all rows share (a temperature) belongs into loss: it may name params."
                 raise LossError("leaf", where, trees.describe(x), expected, fix)
         return state, out
-
-
-def of_whole_batch(problem: Problem) -> tuple[Loss, PyTree]:
-    """The strategy for a loss function that loops over its micro-batches."""
-    return convolutions.fast(lambda: problem.gradient(problem.batch, problem.keywords))()
 
 
 def _named(part: LossFn, keywords: Extra) -> Extra:

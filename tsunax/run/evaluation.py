@@ -18,13 +18,14 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from tsunax._core import Extra, Function, PyTree, checks, placement, processes, trees
 from tsunax._core.tables import flat
+from tsunax._step.evaluation import EvalStep
 from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
 from tsunax.data.positions import Data, innermost
 from tsunax.errors import LossError, StateError, WrongTypeError, warn
 from tsunax.loss import Loss, check_model_state, rows_of
-from tsunax.program import EvalStep, TrainStep
+from tsunax.program import TrainStep
 from tsunax.state import TrainState, donated
 from tsunax.states import members_of
 
@@ -265,7 +266,7 @@ def _predictions(
             else:
                 if any(map(trees.is_gone, jax.tree.leaves(state.params)[:1])):
                     raise StateError(donated("predict()"))
-                next_outputs = model.call_placed(state, batch, **keywords)
+                next_outputs = model.compiled(state, batch, keywords)
         if carry:
             next_outputs, model_state = next_outputs
             state = dataclasses.replace(state, model_state=model_state)
@@ -280,10 +281,6 @@ class _Model(EvalStep):
     """The compiled `f` of `predict`, a function `(state, batch, **extra) -> outputs`."""
 
     sharding: NamedSharding | None = None  # the placement of outputs on a mesh
-
-    def call_placed(self, state: TrainState, batch: PyTree, **extra: Any) -> Any:
-        """A call that checks and moves nothing; `state` is the result of `part_read`."""
-        return self._compiled(state, batch, extra)
 
     def _evaluate_member(self, state: TrainState, batch: PyTree, extra: Extra) -> Any:
         fn = self._fn

@@ -34,10 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, Scalar, Step, checks, placement, trees
-from tsunax._step.programs import Programs, Traced, place_state
-from tsunax.errors import StateError
+from tsunax.errors import StateError, WrongTypeError
 from tsunax.guard import tracing
-from tsunax.program import TrainStep
+from tsunax.loss import Loss
+from tsunax.program import Programs, Traced, TrainStep, place_state
 from tsunax.run.info_columns import Infos, StatesInfo, with_numbers, with_scheduled
 from tsunax.state import TrainState, donated
 from tsunax.states import States, assemble_any, over_members, split_any, training_states
@@ -243,9 +243,7 @@ class Fused:
             out = self.step(*arguments, **extra)
         except Exception:
             if isinstance(state, TrainState):
-                from tsunax._step.loss_fn_errors import A_STEP, check_no_loss_fn
-
-                check_no_loss_fn(self.step, state, batch, "step", A_STEP)
+                _check_no_loss_fn(self.step, state, batch)
             raise
         if not isinstance(out, tuple) or len(out) != 2:
             raise StateError("result", "step", trees.describe(out), "two things: (state, info)")
@@ -254,11 +252,11 @@ class Fused:
     def __call__(self, state: PyTree, feed: PyTree, n: Any, extra: Extra) -> tuple[Any, Infos]:
         program, arguments = self._program_of(state, feed, n, extra)
         kind, moving, fixed, *_ = arguments
-        row_probe = self.step.row_probe if isinstance(self.step, TrainStep) else None
-        if row_probe is not None and row_probe.pending:
+        first_look = self.step.first_look if isinstance(self.step, TrainStep) else None
+        if first_look is not None and first_look.pending:
             with _SENDS("allow"):
                 first = feed.batch_at(0)
-            row_probe(assemble_any(kind, moving, fixed), first, extra)
+            first_look(assemble_any(kind, moving, fixed), first, extra)
         try:
             moving, changed_leaves, infos = self._dispatch(program, arguments)
         except Exception as error:
@@ -321,6 +319,19 @@ def _takes_batch(step: Step) -> bool:
     kinds = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD
     positional = [p for p in checks.parameters_of(step) if p.kind not in kinds]
     return len(positional) != 1 or positional[0].kind == inspect.Parameter.VAR_POSITIONAL
+
+
+def _check_no_loss_fn(step: Step, state: TrainState, batch: PyTree) -> None:
+    """Raise WrongTypeError if `step`, which failed on a state, is a loss function of its params."""
+    try:
+        out = step(state.params, batch)
+    except Exception:
+        return
+    if isinstance(out, Loss) or np.shape(out) == ():
+        got = f"{trees.describe_call(step)}, a loss function"
+        expected = "a function (state, batch) -> (state, info)"
+        fix = "Give ts.eval_step(loss_fn) or ts.train_step(loss_fn)."
+        raise WrongTypeError("step", "", got, expected, fix) from None
 
 
 def _check_same(old, new) -> None:

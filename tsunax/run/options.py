@@ -12,8 +12,9 @@ import numpy as np
 from tsunax._core import Function, PyTree, checks, processes, trees
 from tsunax._core.cadence import Cadence, When, cadence_of
 from tsunax._core.interrupts import SIGNALS
+from tsunax._step.evaluation import EvalStep
 from tsunax.errors import WrongTypeError
-from tsunax.program import EvalStep, TrainStep
+from tsunax.program import TrainStep
 from tsunax.run.history import Clock, History
 from tsunax.run.part import Part, Watcher
 from tsunax.state import check_state

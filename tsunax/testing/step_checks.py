@@ -10,7 +10,7 @@ import numpy as np
 from tsunax._core import Function, PyTree, Where, trees
 from tsunax._state.state_fields import averages_of, frozen_flags
 from tsunax._step.retrace_reasons import retrace_reasons
-from tsunax._step.row_probe import RowProbe
+from tsunax._step.row_probe import row_difference
 from tsunax.devices import meshes
 from tsunax.errors import CheckError, DataError, StateError, WrongTypeError
 from tsunax.hyper import freeze
@@ -70,10 +70,9 @@ def check_accumulation(
         compared(title, loss, whole_loss, tolerance, "loss"),
         compared(title, grads, whole_grads, tolerance, "grads", sizes_of_noise(whole_grads)),
     )
-    probe = RowProbe(accumulating)
-    difference = probe.difference(state, batch, extra)
+    difference = row_difference(accumulating, state, batch, extra)
     if difference and abs(difference.whole - difference.merged) > tolerance * abs(difference.whole):
-        raise CheckError(probe.text(difference))
+        raise CheckError(difference.text(accumulating))
     return worst
 
 

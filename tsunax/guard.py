@@ -1,6 +1,9 @@
-"""One verdict per step, whether all numbers are finite, and one choice between two states.
+"""The guard of a step: one verdict on its numbers, and one choice between two states.
 
-The clock counts the calls by their verdict, also calls that only gather (`rules.accumulate`).
+    norms    of trees, in float32 for leaves of any dtype
+    verdict  whether all numbers of a call are finite, and its text
+    choice   between the state that a step makes and the state before
+    clock    counts the calls by their verdict, also calls that only gather (`rules.accumulate`)
 
 A verdict is one int32 computed inside the step: 0 if the step is applied, -1 if it only gathered
 its gradient, else twice the place of the first value that is not finite, plus one if it is NaN.
@@ -13,9 +16,11 @@ the gradients later.
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 # pyright: reportUnknownVariableType=false, reportUnknownLambdaType=false
+import contextlib
+import contextvars
 import functools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +30,94 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from tsunax._core import Maybe, PyTree, Scalar, trees
-from tsunax.guard.norms import is_over_mesh, square_sums
+
+# Norms
+#
+# A kernel costs a CPU some microseconds to start, also if it adds few numbers, so that the norm of
+# six small leaves would cost a small step as much as its gradient. Leaves of up to `SMALL` elements
+# are therefore copied into one vector, at most 64 KiB each, and summed by one reduction. Larger
+# leaves are summed without a copy. So are all leaves of a program over a mesh: to join shards on
+# different devices, the devices would have to communicate.
+
+SMALL = 1 << 14  # elements
+
+
+_over_mesh: contextvars.ContextVar[bool] = contextvars.ContextVar("_over_mesh", default=False)
+
+
+@contextlib.contextmanager
+def tracing(over_mesh: bool) -> Generator[None, None, None]:
+    """A context that declares whether the program traced in it runs over a mesh."""
+    token = _over_mesh.set(over_mesh)
+    try:
+        yield
+    finally:
+        _over_mesh.reset(token)
+
+
+def is_over_mesh(x: ArrayLike) -> bool:
+    """Whether an array belongs to a program over a mesh, by its type or by the context."""
+    return _over_mesh.get() or jax.typeof(x).sharding.mesh.size > 1
+
+
+def _square_sum(x: ArrayLike) -> jax.Array:
+    x = jnp.asarray(x)
+    if x.dtype not in (jnp.float32, jnp.float64, jnp.complex64, jnp.complex128):
+        x = x.astype(jnp.float32)
+    squares = jnp.square(x.real)
+    return jnp.sum(squares + jnp.square(x.imag) if jnp.iscomplexobj(x) else squares)
+
+
+def square_sums(tree: PyTree) -> list[jax.Array]:
+    """sum(|x|²) of each leaf: float64 for float64 and complex128, float32 for other dtypes."""
+    return [_square_sum(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def groups_of_leaves(leaves: list[Any]) -> list[list[int]]:
+    """The places of leaves to join: all small leaves of a dtype together, each large leaf alone."""
+    groups: dict[Any, list[int]] = {}
+    for i, x in enumerate(leaves):
+        is_small = x.size <= SMALL and not is_over_mesh(x)
+        groups.setdefault(x.dtype if is_small else i, []).append(i)
+    return list(groups.values())
+
+
+def joined(leaves: list[Any], groups: list[list[int]]) -> list[jax.Array]:
+    """One vector for each group of leaves; a leaf that is alone is returned."""
+    join = lambda xs: jnp.concatenate([x.ravel() for x in xs]) if len(xs) > 1 else xs[0]
+    return [join([leaves[i] for i in group]) for group in groups]
+
+
+def _joined(tree: PyTree) -> list[jax.Array]:
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
+    return joined(leaves, groups_of_leaves(leaves))
+
+
+def global_norm(tree: PyTree, *, by_leaf: bool = False) -> jax.Array:
+    """sqrt(sum over leaves of sum(|x|²)), as `optax.tree.norm`; with `by_leaf` also its last bit.
+
+    The result is float64 if any leaf is, else float32.
+    """
+    sums = square_sums(tree if by_leaf else _joined(tree)) or [jnp.zeros((), jnp.float32)]
+    dtype = np.result_type(*(s.dtype for s in sums))
+    return jnp.sqrt(sum(s.astype(dtype) for s in sums))
+
+
+def excess(tree: PyTree) -> jax.Array:
+    """0 if every element has a finite square in its dtype, else NaN if one is NaN, or infinity.
+
+    One reduction has two results, because XLA:CPU stores the operand of a reduction with one.
+    """
+    merge_flags = lambda a, b: (a[0] | b[0], a[1] | b[1])
+    flags = []
+    for x in _joined(tree):
+        operands = ~(jnp.abs(x) < float(jnp.finfo(x.dtype).max) ** 0.5), x != x
+        flags.append(jax.lax.reduce(operands, (False, False), merge_flags, range(x.ndim)))
+    is_large, is_nan = functools.reduce(merge_flags, flags)
+    return jnp.where(is_large, jnp.where(is_nan, jnp.nan, jnp.inf), 0.0).astype(jnp.float32)
+
+
+# Verdict
 
 LIMIT = np.iinfo(np.int32).max  # the last call that the clock counts
 POLICIES = ("skip", "raise", "ignore", "drop")
@@ -53,12 +145,9 @@ class RuleReport(Report):
     whats: tuple[str, ...] = field(metadata={"static": True})
 
 
-def _is_report(x: object) -> bool:
-    return isinstance(x, Report)
-
-
 def reports(opt_state: PyTree) -> list[Any]:
-    return [x for x in jax.tree.leaves(opt_state, is_leaf=_is_report) if _is_report(x)]
+    is_report = lambda x: isinstance(x, Report)
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_report) if is_report(x)]
 
 
 # The places of a verdict. Each report takes one from `_REPORTS` on; the update has the next place.
@@ -156,21 +245,18 @@ def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
     return treedef.unflatten([choose_leaf(f, n, o) for f, n, o in zip(take, new, old, strict=True)])
 
 
-def select(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTree:
-    """`choose` between the result of `applied()` and `old`."""
-    return choose(take, applied(), old)
-
-
-def decide(take: jax.Array, applied: Callable[[], PyTree], old: PyTree) -> PyTree:
+def decide(
+    take: jax.Array, applied: Callable[[], PyTree], old: PyTree, *, may_branch: bool = True
+) -> PyTree:
     """The result of `applied()` if `take` is true, else `old`, which has the same structure.
 
-    On a CPU only the branch that is taken runs: a `lax.cond`, with the memory and the time of a
-    step without a verdict. Other devices select, because XLA fuses their selects into the update.
-    So do devices of a mesh, because a collective must not be behind a condition, and devices
-    inside `shard_map` that may decide differently. `vmap` turns the cond into a select.
+    On a CPU only the branch that is taken runs, if it `may_branch`: a `lax.cond`, with the memory
+    and the time of a step without a verdict. Other devices select, because XLA fuses their selects
+    into the update. So do devices of a mesh, because a collective must not be behind a condition,
+    and devices inside `shard_map` that may decide differently. `vmap` turns the cond into a select.
     """
-    selected = functools.partial(select, take, applied, old)
-    if any(map(is_over_mesh, jax.tree.leaves((take, old)))):
+    selected = lambda: choose(take, applied(), old)
+    if not may_branch or any(map(is_over_mesh, jax.tree.leaves((take, old)))):
         return selected()
     from tsunax._core import axes
 
