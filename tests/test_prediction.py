@@ -168,3 +168,26 @@ def test_outputs_without_an_array_are_refused(outputs):
 def test_a_wrong_function_is_refused_before_the_first_batch():
     with pytest.raises(ts.errors.WrongTypeError, match="f at predict"):
         ts.loop.predictions(5, toys.state(), ts.batches(toys.X, 8))
+
+
+@pytest.mark.parametrize(
+    ("f", "options", "text"),
+    [
+        (
+            lambda params, x, foo: x,
+            {},
+            r"keyword at f: got 'foo', .*or to predict\(\), predict\(f, state, data, foo=\.\.\.\)",
+        ),
+        (lambda params, x: x, {"foo": 1}, r"keyword at predict\(\): got 'foo', expected none. f does not name it"),
+        (lambda params, x: x, {"train": True}, r"keyword at predict\(\): got 'train', expected another name"),
+        (lambda params, x: x, {"carry": 3}, r"carry at predict\(\): got 3"),
+    ],
+)
+def test_errors_name_the_arguments_of_predict(f, options, text):
+    with pytest.raises(ts.errors.TsunaxError, match=text):
+        ts.predict(f, toys.state(), ts.batches(toys.X, 8), **options)
+
+
+def test_a_wrong_state_is_one_of_predict():
+    with pytest.raises(ts.errors.WrongTypeError, match=r"state at predict\(\): got 5"):
+        ts.predict(lambda params, x: x, 5, ts.batches(toys.X, 8))

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import operator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 
@@ -46,9 +46,10 @@ class EvalStep:
     loss_fn: Function
     axis_name: AxisName = None
     carry: bool = False
+    title: ClassVar[str] = "eval_step()"  # its name in errors
 
     def __post_init__(self) -> None:
-        checks.check_flags("eval_step()", carry=self.carry)
+        checks.check_flags(self.title, carry=self.carry)
         _ = self._fn  # raises its errors here, not in the first call
 
     @functools.cached_property
@@ -66,7 +67,7 @@ class EvalStep:
         keywords = self._fn.keywords(state, extra, train=False)
         inputs = inputs_of_loss_fn(self._fn, state, state.params, batch, keywords, train=False)
         loss = self._fn(*inputs, keywords, merges=True)
-        if axes := axes_around(self.axis_name, "eval_step()"):
+        if axes := axes_around(self.axis_name, self.title):
             from tsunax.microbatches import loss_over_devices
 
             loss = loss_over_devices(loss, axes)
@@ -102,12 +103,12 @@ class EvalStep:
 
     def __call__(self, state: TrainState, batch: PyTree = None, **extra: Any) -> Loss:
         run = lambda state, *args: self.compiled(self.part_read(state), *args)
-        return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
+        return call_on_mesh(run, state, batch, extra, self.title, whole=True)
 
     def trace(self, state: TrainState, batch: PyTree, extra: Extra) -> jax.stages.Traced:
         """The traced program of such a call; `extra` is a dict."""
         run = lambda state, *args: self.compiled.trace(self.part_read(state), *args)
-        return call_on_mesh(run, state, batch, extra, "eval_step()", whole=True)
+        return call_on_mesh(run, state, batch, extra, self.title, whole=True)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"loss_fn": self.loss_fn, "axis_name": self.axis_name, "carry": self.carry}

@@ -92,6 +92,10 @@ class LossFn:
     optional: frozenset[str]
     takes_any: bool
     takes_batch: bool = True  # False: `loss_fn(params, key)` draws its data
+    # the words of its errors
+    title: str = "loss_fn"
+    caller: str = "the step"
+    call: str = "step(state, batch, {}=...)"
 
     @classmethod
     def of(cls, fn: Function) -> "LossFn":
@@ -118,7 +122,7 @@ class LossFn:
         for name in extra:
             if name in _STEP_NAMES or (name == "key" and train and state.key is not None):
                 expected = "another name, because the step gives this one itself"
-                raise LossError("keyword", "the step", repr(name), expected)
+                raise LossError("keyword", self.caller, repr(name), expected)
         if extra.get("mask") is not None:
             extra = extra | {"mask": jnp.asarray(extra["mask"])}
         # Without a mask all rows count, for each cut of the batch.
@@ -135,14 +139,14 @@ class LossFn:
                 out[name] = offered[name]
             elif name not in self.optional:
                 fix = (
-                    f"Give it to the state, setup(..., {name}=...), or to the step, step(state, "
-                    f"batch, {name}=...). In an evaluation there is no key: write key=None."
+                    f"Give it to the state, setup(..., {name}=...), or to {self.caller}, "
+                    f"{self.call.format(name)}. In an evaluation there is no key: write key=None."
                 )
-                raise LossError(unknown("keyword", "loss_fn", name, offered, fix))
+                raise LossError(unknown("keyword", self.title, name, offered, fix))
         for name in extra:
             if name not in out:
-                fix = "loss_fn does not name it: add it to its signature, or leave it out."
-                text = unknown("keyword", "the step", name, self.names, fix)
+                fix = f"{self.title} does not name it: add it to its signature, or leave it out."
+                text = unknown("keyword", self.caller, name, self.names, fix)
                 raise KeywordError(text, name)
         return out
 

@@ -10,7 +10,7 @@ import contextvars
 import dataclasses
 import functools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -281,6 +281,12 @@ class _Model(EvalStep):
     """The compiled `f` of `predict`, a function `(state, batch, **extra) -> outputs`."""
 
     sharding: NamedSharding | None = None  # the placement of outputs on a mesh
+    title: ClassVar[str] = "predict()"
+
+    @functools.cached_property
+    def _fn(self) -> LossFn:
+        words = {"title": "f", "caller": self.title, "call": "predict(f, state, data, {}=...)"}
+        return dataclasses.replace(LossFn.of(self.loss_fn), **words)
 
     def _evaluate_member(self, state: TrainState, batch: PyTree, extra: Extra) -> Any:
         fn = self._fn
