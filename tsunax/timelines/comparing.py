@@ -7,13 +7,13 @@ import contextlib
 import dataclasses
 import itertools
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from tsunax._core import Figure, PyTree, tables, trees
+from tsunax._core import Figure, Function, PyTree, tables, trees
 from tsunax.checkpoints import leaves
 from tsunax.checkpoints.edits import Edit, edits_of_line, parse_edits
 from tsunax.checkpoints.manifest import Manifest
@@ -218,3 +218,22 @@ def different_leaves(first: PyTree, second: PyTree) -> list[str]:
               for state in (first, second)]  # fmt: skip
     names = dict.fromkeys([*prints[0], *prints[1]])
     return [name for name in names if prints[0].get(name) != prints[1].get(name)]
+
+
+def first_difference(
+    lines: Sequence[Function], low: int, high: int, names: list[str]
+) -> tuple[int, list[str]]:
+    """The first step in (low, high] at which two lines differ, and the leaves that differ there.
+
+    A line is a function `(step, earlier moment or None) -> moment`. At `high` the leaves `names`
+    differ, at `low` none.
+    """
+    starts = [line(low, None) for line in lines]
+    while high - low > 1:
+        middle = (low + high) // 2
+        moments = [line(middle, start) for line, start in zip(lines, starts, strict=True)]
+        if middle_names := different_leaves(*(moment.state for moment in moments)):
+            high, names = middle, middle_names
+        else:
+            low, starts = middle, moments
+    return high, names

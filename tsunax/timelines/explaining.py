@@ -216,7 +216,7 @@ def _norms_before(
         _, grads = gradient(state, batch, **extra)
         return [jnp.sqrt(x) for x in guard.square_sums(grads)]
 
-    steps, rows, names = [], [], []
+    steps, rows = [], []
     for each in script.calls(earlier):
         is_last = each.end.calls >= call.end.calls
         each = call if is_last else each

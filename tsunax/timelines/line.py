@@ -27,7 +27,7 @@ from tsunax.errors import CheckpointError, StateError, WrongTypeError, warn
 from tsunax.run.history import History
 from tsunax.states import COUNTED
 from tsunax.timelines.branching import branched
-from tsunax.timelines.comparing import Comparison, SavedRun, different_leaves
+from tsunax.timelines.comparing import Comparison, SavedRun, different_leaves, first_difference
 from tsunax.timelines.explaining import Explanation, explained
 from tsunax.timelines.replaying import (
     WHOLE_SCRIPT,
@@ -244,23 +244,15 @@ class Timeline:
         if self._script.step is None or second._script.step is None:
             return comparison
         high = newest if comparison.differs_at is None else comparison.differs_at
-        last_states = [line._moment(high, None).state for line in lines]
-        if not different_leaves(*last_states):
+        states = [line._moment(high, None).state for line in lines]
+        if not (names := different_leaves(*states)):
             return comparison
         low = max((step for step in comparison.common_steps if step < high), default=0)
-        starts = [line._moment(low, None) for line in lines]
-        while high - low > 1:
-            middle = (low + high) // 2
-            moments = [
-                line._moment(middle, None, start) for line, start in zip(lines, starts, strict=True)
-            ]
-            if not different_leaves(*(moment.state for moment in moments)):
-                low, starts = middle, moments
-            else:
-                high, last_states = middle, [moment.state for moment in moments]
-        return comparison.at_exact_step(high, different_leaves(*last_states))
+        difference = first_difference([line._moment_of_step for line in lines], low, high, names)
+        return comparison.at_exact_step(*difference)
 
-    # ------------------------------------------------------------------------------------ moments
+    def _moment_of_step(self, step: int, near: Moment | None = None) -> Moment:
+        return self._moment(step, None, near)
 
     def _newest_step(self, where: str) -> int:
         if (newest := self.saved.newest) is None:
