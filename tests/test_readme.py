@@ -81,7 +81,7 @@ def broken_promises(readme: Path, folder: Path) -> list[str]:
         return [f"{readme.name}: the first block fails\n{run.stdout}{run.stderr}"]
     printed: dict[int, list[str]] = {}
     for line, text in ast.literal_eval(answer.read_text()):
-        printed.setdefault(line, []).append(text)
+        printed.setdefault(line, []).append(text.replace("\n", " ⏎ "))
     return [
         f"{readme.name}:{line}: printed {printed.get(line, [])}, expected {[text]}"
         for line, text in promised.items()
