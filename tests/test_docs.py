@@ -120,6 +120,11 @@ def test_no_line_of_code_is_wider_than_a_desktop_shows(page):
     assert wide_lines(TEXTS[page]) == []
 
 
+def test_no_line_of_the_readme_is_either_but_its_two_commands():
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    assert all(" && " in line for line in wide_lines(readme))
+
+
 def test_wide_lines_are_found_and_messages_wrap():
     wide = "x" * (COLUMNS + 1)
     assert wide_lines(f"```python\n{wide}\n```\n{wide}\n```text\n{wide}\n```\n```bash\nls\n```\n") == [wide]
