@@ -106,6 +106,51 @@ def test_what_pages_import_is_there():
         assert all(hasattr(importlib.import_module(module), name) for name in names.split(", ")), (module, names)
 
 
+COLUMNS = 84  # what a block of the site shows at 1,280 pixels
+
+
+def wide_lines(page: str) -> list[str]:
+    """The lines of code that the site would break. Messages of one long line, in ```text, it may break."""
+    blocks = re.findall(r"^```(?!text|\{toctree|\{eval-rst)[^\n]+\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if len(line) > COLUMNS]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_no_line_of_code_is_wider_than_a_desktop_shows(page):
+    assert wide_lines(TEXTS[page]) == []
+
+
+def test_no_line_of_the_readmes_program_is_either():
+    """Its commands are lines to copy, and its diff is shown beside nothing."""
+    readme = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    (program,) = re.findall(r"^```python\n.*?^```", readme, re.MULTILINE | re.DOTALL)
+    assert wide_lines(program) == []
+
+
+def test_wide_lines_are_found_and_messages_wrap():
+    wide = "x" * (COLUMNS + 1)
+    assert wide_lines(f"```python\n{wide}\n```\n{wide}\n```text\n{wide}\n```\n```bash\nls\n```\n") == [wide]
+    style = (DOCS / "_static" / "site.css").read_text(encoding="utf-8")
+    assert re.search(r"div\.highlight pre[^{]*\{[^}]*white-space: pre-wrap", style)
+
+
+# What a reader of the guides of Flux, Lightning and Ray would type into a search field: it is in the text of a page.
+AS_TYPED = (
+    "fmap hparams max_trials steps_per_trial Cos( |> gpu AccumGrad(5) ClipGrad(0.1) accumulate_grad_batches "
+    "gradient_clip_val auto_scale_batch_size OptimiserChain( Flux.setup( Flux.update!( withgradient "
+    "train!( adjust!(opt_state freeze!(opt_state thaw! testmode! @layer trainable=(weight,) WeightDecay( SignDecay "
+    "CUDA.functional() DataLoader((X, Y) CuIterator FluxDistributedModel mpiexecjl enable_reproducibility( "
+    "accelerate(amp=True) to_tune_trainable step_sizes max_iter degree startval endval percent_start ceil_fn"
+)
+
+
+def test_a_reader_finds_the_words_as_they_are_typed():
+    text = "\n".join(TEXTS.values()).replace("\\|", "|")
+    phrases = re.split(r" (?!gpu|Y\))", AS_TYPED)
+    assert "|> gpu" in phrases and "DataLoader((X, Y)" in phrases
+    assert [phrase for phrase in phrases if phrase not in text] == []
+
+
 # Words of other systems for what tsunax does: readers search for them. Those of the guides alone, which need a row of
 # coming-from.md, are in test_coming_from.py.
 OF_OTHER_SYSTEMS = """

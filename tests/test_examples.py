@@ -117,7 +117,7 @@ def test_hypergradients():
 def as_one_block(page: str) -> str:
     """The page with all of its ```python blocks as one, every line where it was.
 
-    A comment alone on the line after `print(...)` says what it prints, as one behind it does.
+    Comments alone on the lines after `print(...)` say what it prints, as one behind it does.
     """
     lines, inside = ["```python"], False  # in place of the title
     for line in page.splitlines()[1:]:
@@ -125,7 +125,13 @@ def as_one_block(page: str) -> str:
             inside, line = line.strip() == "```python", ""
         lines.append(line if inside else "")
     block = "\n".join(lines) + "\n```\n"
-    return re.sub(r"^(print\(.*\))\n# (.*)$", r"\1  # \2\n", block, flags=re.MULTILINE)
+    return re.sub(r"^(print\(.*\))\n((?:# .*\n)+)", on_one_line, block, flags=re.MULTILINE)
+
+
+def on_one_line(match: re.Match) -> str:
+    """The lines that a call prints, in the comment behind it; as many lines as before."""
+    printed = [line.removeprefix("# ") for line in match[2].splitlines()]
+    return f"{match[1]}  # {' ⏎ '.join(printed)}\n" + "\n" * len(printed)
 
 
 PAGES_OF_CI = ("data", "loop")  # the others take minutes together; scripts/docs has them all
@@ -195,6 +201,16 @@ def test_pages_are_read_block_by_block(tmp_path):
     copy = tmp_path / "page.md"
     copy.write_text(as_one_block(page))
     assert broken_promises(copy, tmp_path) == ["page.md:10: printed ['1'], expected ['2']"]
+
+
+def test_a_call_may_print_several_lines(tmp_path):
+    page = "# Title\n```python\nprint('a\\nb')\n# a\n# b\nprint('c\\nd')\n# c\n# e\nprint(1)  # 2\n```\n"
+    copy = tmp_path / "page.md"
+    copy.write_text(as_one_block(page))
+    assert broken_promises(copy, tmp_path) == [
+        "page.md:6: printed ['c ⏎ d'], expected ['c ⏎ e']",
+        "page.md:9: printed ['1'], expected ['2']",
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------- notebooks

@@ -10,6 +10,7 @@ import pytest
 from tests.helpers import need
 from tsunax.errors import HyperparameterError, MissingLibraryError, RowError
 from tsunax.run.history import History
+from tsunax.timelines.comparing import Comparison
 
 
 def made(n=50, every=10) -> History:
@@ -203,6 +204,7 @@ def test_pyplot_is_not_touched(tmp_path):
     code = """
 import sys
 from tsunax.run.history import History
+from tsunax.timelines.comparing import Comparison
 assert "matplotlib" not in sys.modules and "rich" not in sys.modules
 history = History()
 history.add({"loss": 1.0}, 1)
@@ -363,6 +365,19 @@ def crowded() -> History:
     for i in range(30):
         history.mark(f"event_{i % 7}_of_a_user_with_a_name", 20 + i // 3)
     return history
+
+
+@pytest.mark.parametrize("spike, scale", [(100.0, "log"), (3.0, "linear")])
+def test_the_legend_of_a_comparison_covers_no_curve(spike, scale):
+    """A jump makes the axis logarithmic, as in the plot of a history."""
+    histories = made(), columns(loss=lambda t: spike if t == 20 else 1.0)
+    figure = Comparison(("a", "b"), (None, None), {}, ([], []), histories, [40], 40, ["state.params"]).plot()
+    (axes,), (legend,) = figure.axes, figure.legends
+    figure.draw_without_rendering()
+    assert axes.get_legend() is None and not legend.get_window_extent().overlaps(axes.get_window_extent())
+    words = [text.get_text() for text in legend.get_texts()]
+    assert words == ["a", "b", "first common checkpoint with other bits"]
+    assert axes.get_yscale() == scale
 
 
 CROWDED = {"usual": made, "crowded": crowded, "population": population, "40 members": lambda: population(40)}

@@ -6,12 +6,11 @@ import shutil
 import warnings
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
+import numpy as np
 import pytest
 import tsunax as ts
 from tests.golden import make
-from tests.helpers import need
+from tests.helpers import assert_trees_close, need
 from tests.programs import saving
 from tsunax.checkpoints import exchange
 
@@ -38,9 +37,12 @@ def test_old_checkpoints_come_back(archive, name, folder):
     assert make.digest(found.state) == known[name]["state"]
     parts = {"data": found.data, "history": found.history, "callbacks": found.callbacks}
     assert make.digest(parts) == known["parts"] and found.data["order"] == (1, [2.5, None])
-    only = reader.restore(make.setups()[name].params, params_only=True)
-    assert make.digest(only.state) == known[name]["params"]
-    assert isinstance(found.state, ts.TrainState) and str(found.state)
+    assert type(found.state) is type(like) and str(found.state)
+    if isinstance(like, ts.States):
+        params = make.params_of(reader.restore(make.setups()[name], params_only=True).state)
+    else:
+        params = reader.restore(make.setups()[name].params, params_only=True).state
+    assert make.digest(params) == known[name]["params"]
 
 
 def test_what_two_processes_saved_comes_back_in_one():
@@ -51,14 +53,37 @@ def test_what_two_processes_saved_comes_back_in_one():
     assert found.data == {"position": 7} and found.history["loss"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.parametrize("name", ["mlp", "population", "states"])
 @pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)
-def test_an_old_run_goes_on(archive, tmp_path):
-    shutil.copytree(archive / "mlp", tmp_path / "run")
+def test_an_old_run_goes_on(archive, name, tmp_path):
+    """With the call after its last one, as a run that was never saved."""
+    shutil.copytree(archive / name, tmp_path / "run")
     with ts.Checkpoints(tmp_path / "run") as checkpoints:
-        state = checkpoints.restore(make.setups()["mlp"]).state
-        state, info = ts.update(state, jax.tree.map(jnp.ones_like, ts.trainable(state)))
+        (first_step,) = checkpoints.steps()
+        state = make.stepped(name, checkpoints.restore(make.setups()[name]).state, 6)
         checkpoints.save(state)
-    assert info.applied and checkpoints.steps() == [5, 6]
+    uninterrupted = make.stepped(name, make.trained(name, make.setups()[name]), 6)
+    assert checkpoints.steps() == [first_step, first_step + 1]
+    assert_trees_close(state, uninterrupted, rtol=1e-6, atol=1e-7)  # of the same machine, but maybe another jax
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)
+def test_members_of_an_old_population_have_their_own_steps_and_rates(archive):
+    like = make.setups()["population"]
+    found = ts.Checkpoints(archive / "population", read_only=True).restore(like).state
+    assert found.step.tolist() == [6, 5, 6] and found.calls.tolist() == [6, 6, 6]
+    np.testing.assert_array_equal(ts.hyperparams(found)["learning_rate"], np.array([1e-3, 1e-2, 1e-1], np.float32))
+    alone = ts.populations.member(found, 1)
+    assert int(alone.step) == 5 and alone.params["w"].shape == (5, 2)
+
+
+@pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)
+def test_old_states_have_their_members_clocks_and_what_they_carry(archive):
+    like = make.setups()["states"]
+    found = ts.Checkpoints(archive / "states", read_only=True).restore(like).state
+    assert (int(found.step), int(found.calls), int(found.rejected)) == (5, 6, 1)
+    assert (int(found.actor.step), int(found.critic.step)) == (6, 5)
+    assert found.carry["replay"][:, 0].tolist() == [4, 5, 2, 3] and int(found.carry["position"]) == 6
 
 
 @pytest.mark.parametrize("archive", ARCHIVES, ids=lambda path: path.name)

@@ -81,7 +81,7 @@ def broken_promises(readme: Path, folder: Path) -> list[str]:
         return [f"{readme.name}: the first block fails\n{run.stdout}{run.stderr}"]
     printed: dict[int, list[str]] = {}
     for line, text in ast.literal_eval(answer.read_text()):
-        printed.setdefault(line, []).append(text)
+        printed.setdefault(line, []).append(text.replace("\n", " ⏎ "))
     return [
         f"{readme.name}:{line}: printed {printed.get(line, [])}, expected {[text]}"
         for line, text in promised.items()
@@ -149,3 +149,20 @@ def test_ratios_are_of_kept_results_only(page, least):
     ratios = [cell for line in text.splitlines() for cell in re.findall(r"\| ([\d.; ]+) \|$", line)]
     numbers = [float(text) for cell in ratios for text in cell.split(";")]
     assert len(numbers) >= least and [x for x in numbers if x not in known] == []
+
+
+def test_the_readme_is_short_and_its_tables_too():
+    """150 lines; five benefits, the timeline among them; six rows of speed, each with what it is compared with."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(readme.splitlines()) <= 150
+    benefits = re.findall(r"^- \*\*", readme.partition("```python")[0], re.MULTILINE)
+    assert len(benefits) == 5 and "`ts.timeline`" in readme.partition("```python")[0]
+    speed = readme.partition("## Speed")[2].partition("\n## ")[0]
+    rows = [line for line in speed.splitlines() if line.startswith("|")][2:]
+    assert len(rows) <= 6 and all(len(row.strip("|").split(" | ")) == 3 for row in rows)
+
+
+def test_the_changelog_says_in_one_screen_what_the_release_has():
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    screen = text.partition("\n## ")[2].partition("\n### ")[0].splitlines()
+    assert screen[0].startswith("0.1.0") and len(screen) <= 30 and sum(line.startswith("|") for line in screen) >= 10

@@ -1,6 +1,7 @@
 """Small checkpoints of today's format, kept for ever: what a later version must still restore.
 
-    python -m tests.golden.make format-1    # refuses a name that is there
+    python -m tests.golden.make format-1                # refuses a name that is there
+    python -m tests.golden.make format-1 population     # adds a setup that the archive lacks
 
 Written once for each format of the manifest that was released, and never again: an archive that is made anew proves
 nothing. `setups` makes what a script would give to `restore`; a change of tsunax that needs another setup here breaks
@@ -54,7 +55,18 @@ def setups() -> dict:
         "accumulating": ts.setup(ts.rules.accumulate(adam(), every=4), params()),
         "edited": ts.setup(ts.rules.adam(1e-2), params(), trainable=["**", "!head/**"]),
         "groups": ts.setup(ts.rules.partition({"head/**": ts.rules.sgd(0.1), "**": adam()}), params()),
+        "population": ts.population(member, 3, key=2, rate=np.array([1e-3, 1e-2, 1e-1], np.float32)),
+        "states": ts.States(
+            actor=ts.setup(adam(), params(), key=3, ema=0.9),
+            critic=ts.setup(ts.rules.sgd(0.1, momentum=0.9), {"w": jnp.arange(4.0)}),
+            carry={"replay": jnp.zeros((4, 2)), "position": jnp.zeros((), jnp.int32)},
+        ),
     }
+
+
+def member(key, rate):
+    """A member of a population: its own first params and learning rate."""
+    return ts.setup(ts.rules.adam(rate), {"w": jax.random.normal(key, (5, 2)), "b": jnp.zeros(2)}, key=key)
 
 
 @jax.jit
@@ -69,11 +81,28 @@ def trained(name: str, state):
     if name == "edited":
         state = ts.adjust(ts.freeze(state, "body/b"), "body/w", learning_rate=0.5)
     for i in range(6):
-        grads = _loss_grads(state, i)
-        if i == 2:
-            grads = jax.tree.map(lambda x: x * jnp.nan, grads)
-        state, _ = ts.update(state, grads)
+        state = stepped(name, state, i)
     return state
+
+
+def stepped(name: str, state, i: int):
+    """Call i of a setup. Call 2 is rejected: for a population of one member, for States of the critic."""
+    if name == "states":
+        carry = {"replay": state.carry["replay"].at[i % 4].set(i), "position": state.carry["position"] + 1}
+        return state.advance(actor=updated(state.actor, i), critic=updated(state.critic, i, bad=i == 2), carry=carry)
+    if name == "population":
+        bad = jnp.array([False, i == 2, False])
+        return jax.vmap(updated, (0, None, 0))(state, i, bad)
+    return updated(state, i, bad=i == 2)
+
+
+def updated(state, i, bad=False):
+    grads = jax.tree.map(lambda x: jnp.where(bad, jnp.nan, x).astype(x.dtype), _loss_grads(state, i))
+    return ts.update(state, grads)[0]
+
+
+def params_of(state):
+    return {name: x.params for name, x in state.members.items()} if isinstance(state, ts.States) else state.params
 
 
 PARTS = {
@@ -198,15 +227,29 @@ def facts_of_search(result) -> list:
     return [[t.index, repr(t.values), t.status, repr(t.value)] for t in result.trials]
 
 
-def main(archive: str) -> None:
+def of_setup(top: Path, name: str) -> dict:
+    """A setup some way into its run, saved below a folder; its step and digests."""
+    state = trained(name, setups()[name])
+    step = saved(state, top / name)
+    return {"step": step, "state": digest(state), "params": digest(params_of(state))}
+
+
+def add(archive: str, names: tuple[str, ...]) -> None:
+    """Setups that an archive lacks; nothing that is there changes."""
+    top = HERE / archive
+    digests = json.loads((top / "digests.json").read_text())
+    assert not digests.keys() & set(names), f"{names}: one is there"
+    digests |= {name: of_setup(top, name) for name in names}
+    (top / "digests.json").write_text(json.dumps(digests, indent=2) + "\n")
+
+
+def main(archive: str, *names: str) -> None:
     assert archive.startswith("format-"), archive
+    if names:
+        return add(archive, names)
     top = HERE / archive
     top.mkdir()
-    digests = {}
-    for name, state in setups().items():
-        state = trained(name, state)
-        step = saved(state, top / name)
-        digests[name] = {"step": step, "state": digest(state), "params": digest(state.params)}
+    digests = {name: of_setup(top, name) for name in setups()}
     exchange.save(top / "mlp.safetensors", trained("mlp", setups()["mlp"]))
     digests["parts"] = digest(PARTS)
     digests["processes"] = of_two_processes(top)

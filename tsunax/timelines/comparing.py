@@ -199,14 +199,15 @@ class Comparison:
         for label, (steps, values) in zip(labels, series, strict=True):
             axes.plot(steps, values, label=label)
         finite = np.concatenate([values[np.isfinite(values)] for _, values in series])
-        if len(finite) and finite.min() > 0 and finite.max() > 1000 * np.median(finite):
-            axes.set_yscale("log")  # one jump would hide all other values
+        # A history is plotted by the same rule.
+        if len(finite) and 0 < 20 * finite.min() < finite.max():
+            axes.set_yscale("log")
         if self.differs_at is not None:
             style = {"color": "tab:red", "linestyle": "--", "linewidth": 1}
             axes.axvline(self.differs_at, label=f"first {self._kind} with other bits", **style)
         axes.set_xlabel("step")
         axes.set_ylabel(name)
-        axes.legend()
+        figure.legend(loc="outside upper center", ncols=3, frameon=False)
         return figure
 
 
