@@ -2059,3 +2059,31 @@ def test_jax_debug_nans_and_the_guard_do_not_fight():
     assert_trees_equal(found[0][0], found[1][0])
     for name in ("loss", "grad_norm", "rejected", "learning_rate"):
         assert_trees_equal(found[0][1][name], found[1][1][name])
+
+
+def test_a_forgotten_return_a_consumed_state_and_a_wrong_history_are_named():
+    step, data = ts.train_step(toys.loss_fn), ts.batches(toys.X, 8)
+    fit = lambda **options: ts.fit(step, toys.state(), data, steps=4, progress=False, **options)
+    with pytest.raises(WrongTypeError, match="result at evaluate: got None, expected a dict of numbers"):
+        fit(evaluate=lambda state: None)
+    with pytest.raises(WrongTypeError, match=r"history at fit\(\): got 3"):
+        fit(history=3)
+    states = []
+
+    def an_older_state(run):
+        states.append(run.state)
+        return states[0] if run.step == 2 else None
+
+    with pytest.raises(StateError, match="state at the callback's state: got one that was donated"):
+        fit(callbacks=ts.callbacks.every(1, an_older_state))
+
+
+def test_examples_a_second_are_those_of_all_batches_of_an_epoch():
+    """7 batches of 50 rows, the last with 2: a row at every seventh step is no row of 2 examples a step."""
+    x, step = np.ones((50, 8), np.float32), ts.train_step(toys.loss_fn)
+    callbacks = ts.callbacks.every(1, lambda run: None)
+    _, history = ts.fit(
+        step, toys.state(), ts.batches(x, 8), steps=35, log_every=7, callbacks=callbacks, progress=False
+    )
+    ratios = history["examples_per_second"] / history["steps_per_second"]
+    np.testing.assert_allclose(ratios[2:], 50 / 7, rtol=0.15)

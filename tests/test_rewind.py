@@ -362,3 +362,17 @@ def test_a_dry_run_tries_a_rewind_without_checkpoints(tmp_path):
         callbacks=[ts.callbacks.rewind(when)],
     )  # fmt: skip
     assert tried and int(state.step) <= 2 and not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("calls", [6, 8])
+def test_a_rewind_at_a_step_with_several_events_is_one(tmp_path, calls):
+    """Call 8 ends an epoch, and is a row: the callback is called twice there."""
+    when = lambda run: int(run.state.calls) in (calls, calls + 10)
+    callbacks = [ts.callbacks.rewind(when, back=2, at_most=2)]
+    _, state, history = a_run(tmp_path / "a", callbacks)
+    assert [mark[1] for mark in history.marks].count("rewind") == 2 and int(state.step) == 20
+
+
+def test_the_factor_of_a_rewind_is_no_bool():
+    with pytest.raises(ts.errors.HyperparameterError, match="factor"):
+        ts.callbacks.rewind("spike", factor=True)

@@ -195,7 +195,6 @@ class Fit:
             self.read(1)
         if self.run.witnesses:
             self.call_witnesses()
-            self.read(0)
         self.poll(self.agreement.agree)  # The boundary after these calls serves the requests.
 
     def call_witnesses(self) -> None:
@@ -405,7 +404,8 @@ class Fit:
             reason = f"{size:,} elements, more than {info_columns.MOST_COLUMNS:,}"
             warn(f"fit(): {name!r} gets no column: it has {reason}. Reduce it in the metric.")
         columns = {name: x for name, x in columns.items() if name not in large}
-        rates = self.pace.rates(info_columns.take_examples(columns, infos, is_population))
+        examples = info_columns.take_examples(columns, infos, is_population)
+        rates = self.pace.rates(examples, len(epochs))
         held_numbers = self.held_numbers.columns_of(run.state)
         reserved = {*OF_ROWS, *OF_FIT, *named, *held_numbers}
         if reserved_names := [name for name in info_columns.user_names(infos) if name in reserved]:

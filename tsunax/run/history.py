@@ -10,6 +10,7 @@ import collections
 import contextlib
 import itertools
 import math
+import operator
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -81,6 +82,10 @@ class Pace:
         self._excluded_steps: int = 0
         # (clock without excluded seconds, steps done) at the last reads
         self._timings: collections.deque[tuple[float, int]] = collections.deque(maxlen=RECENT_READS)
+        # (examples, steps) of the last reads
+        self._examples: collections.deque[tuple[float, int]] = collections.deque(
+            maxlen=RECENT_READS
+        )
 
     @property
     def is_known(self) -> bool:
@@ -103,13 +108,20 @@ class Pace:
             self.step_seconds = max(clock - clock_before, 1e-9) / (steps_done - steps_before)
         self._timings.append((clock, steps_done))
 
-    def rates(self, examples: float | None) -> dict[str, float]:
-        """Applied steps and examples per second, of `examples` in a step; {} if unknown."""
+    def rates(self, examples: float | None, steps: int) -> dict[str, float]:
+        """Applied steps and examples per second, after a read of `steps`; {} if unknown.
+
+        `examples` is their mean in a step of this read; a short batch at the end of an epoch is one
+        of the last reads.
+        """
+        if examples is not None and math.isfinite(examples):
+            self._examples.append((examples * steps, steps))
         if not self.is_known:
             return {}
         counts = {"steps": 1 - self.gathered_calls / self.steps_read}
-        if examples is not None:
-            counts["examples"] = examples
+        if self._examples:
+            sums = map(sum, zip(*self._examples, strict=True))
+            counts["examples"] = operator.truediv(*sums)
         return {f"{name}_per_second": n / self.step_seconds for name, n in counts.items()}
 
 

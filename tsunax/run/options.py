@@ -116,6 +116,9 @@ class Options:
             raise WrongTypeError("logger", where, f"files {', '.join(paths)}", "a file for each")
         if not processes.current().is_first:
             self.loggers = ()
+        if not isinstance(self.history, History | None):
+            got, expected = trees.describe(self.history), "the History of an earlier run"
+            raise WrongTypeError("history", where, got, expected)
 
     def _check_evaluate(self, where: str) -> None:
         if self.evaluate is None:

@@ -54,7 +54,7 @@ class Rewind:
 
     def __post_init__(self) -> None:
         checks.check_count(self.back, "run.rewind()", "back")
-        if not (isinstance(self.factor, int | float) and 0 < self.factor < math.inf):
+        if not (checks.is_real(self.factor) and 0 < self.factor < math.inf):
             raise HyperparameterError("factor", "run.rewind()", self.factor, "a number > 0")
         checks.check_choice(self.data, "run.rewind()", "data", ("skip", "repeat"))
 
@@ -224,7 +224,8 @@ class rewind:
             raise HyperparameterError(
                 "when", "rewind()", got="'rejected' with a loss scale", expected="'spike' or f(run)"
             )
-        if run.event in ("start", "end") or not self._is_due(run):
+        # at a step with several events, such as a row and an epoch, it counts one rewind
+        if run.event in ("start", "end") or run.rewinding is not None or not self._is_due(run):
             return
         count = run.memory.get("rewinds", 0) + 1
         run.memory["rewinds"] = count

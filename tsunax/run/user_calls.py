@@ -8,8 +8,10 @@ import contextvars
 import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import jax
 
 from tsunax._core import Function, checks, processes, tables, trees
 from tsunax._core.cadence import Cadence, Timer, When
@@ -20,6 +22,7 @@ from tsunax.run.info_columns import logged_step
 from tsunax.run.options import Options, interval_of, is_bare, is_callback_due
 from tsunax.run.part import EVALUATE, EachBoundary, Part, blamed
 from tsunax.run.run import Run
+from tsunax.state import donated
 from tsunax.states import States, training_states
 
 _GIVE_EVALUATE = "Give fit(evaluate=lambda state: ts.evaluate(eval_step, state, {'val': data}))."
@@ -101,7 +104,11 @@ class Evaluations(Part):
         """The numbers of this state, on this process."""
         evaluate: Any = self.options.evaluate
         with self.options.clock("evaluation", evaluate), blamed("evaluate", evaluate, run):
-            row = check_row(evaluate(run.state), "evaluate")
+            result = evaluate(run.state)
+            if not isinstance(result, Mapping):
+                expected = "a dict of numbers by name"
+                raise WrongTypeError("result", "evaluate", trees.describe(result), expected)
+            row = check_row(result, "evaluate")
             run.check_own(row, "evaluate")
         return row
 
@@ -276,6 +283,8 @@ def check_returned(new: Any, run: Run) -> None:
             got=trees.describe(new),
             expected=f"a {type(old).__name__}, or nothing",
         )
+    if any(map(trees.is_gone, jax.tree.leaves(new))):
+        raise StateError(donated("the callback's state"))
     old_states, new_states = training_states(old), training_states(new)
     if not old_states or old_states.keys() != new_states.keys():
         checks.check_like("state", new, old, fix)

@@ -98,8 +98,10 @@ class SavedRun:
 
     def is_looped(self) -> bool:
         """Whether the steps ran in a compiled loop; not with `steps_per_call=None`."""
-        newest = self.newest
-        return newest is None or bool(self.script(newest).get("is_looped", True))
+        if (newest := self.newest) is None:
+            return True
+        script = self.script(newest)
+        return bool(script.get("is_looped", script))  # {}: a loop of one's own called the step
 
     def is_fresh(self, step: int) -> bool:
         """Whether a checkpoint was saved right after the call that first made its step."""

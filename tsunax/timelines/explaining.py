@@ -155,6 +155,8 @@ def explained(
 
 def _rows_by_loss(script: Script, call: ReplayedCall, rows: np.ndarray | None) -> RankedRows:
     """The rows of a batch by their losses, each alone, or by the loss of the batch without each."""
+    if not jax.tree.leaves(call.batch):
+        return RankedRows(note="the step makes its own data, so there are no rows")
     options: Any = {"per_example": False, "noise_scale": False, "on_nonfinite": "skip"}
     step = dataclasses.replace(_train_step(script), **options)
     gradient = dataclasses.replace(step, accumulate=1).gradient
