@@ -1188,3 +1188,27 @@ def test_edits_that_are_too_long_are_damage(monkeypatch):
     monkeypatch.setattr(edits, "MOST_TEXT", len("\n".join(lines[:4])))  # cut between two edits
     with pytest.raises(Damaged, match="more than"):
         edits.parse_edits(text)
+
+
+def test_a_command_is_answered_when_its_change_is_on_the_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr(mailboxes.FolderMailbox, "look_seconds", 0.0)
+    folder, step, saved = tmp_path / "a", ts.train_step(toys.loss_fn), []
+    sync = durable_files.sync
+
+    def slow_sync(path):
+        time.sleep(
+            0.3 if path.parent == folder and path.name.startswith(".tsunax-tmp") else 0
+        )  # the last before the name
+        sync(path)
+
+    monkeypatch.setattr(durable_files, "sync", slow_sync)
+    sender = Sender(folder, {5: ("adjust", {"learning_rate": 0.02}, None)})
+
+    def look(run):
+        if sender.answers and not saved:
+            saved.append(sorted(int(x.name) for x in folder.iterdir() if x.name.isdigit()))
+        time.sleep(0.02)
+
+    a_run(folder, step, toys.state, ts.batches(toys.X, 8), callbacks=[sender, ts.callbacks.every(1, look)], every=1000)
+    sender.threads[0].join()
+    assert sender.answers == [f"done at step {saved[0][0]}"]

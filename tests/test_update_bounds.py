@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 import tsunax as ts
-from tsunax._step.updating import certainty, rule_call
+from tsunax._step.updating import certainty_of, rule_call
 from tsunax.rules.optimizers import CONTRIB, OPTAX
 
 # The rules whose steps loss and gradient alone judge, with the defaults of their numbers.
@@ -35,7 +35,7 @@ def plain_rule_of(name):
 
 def is_certain(rule, params):
     """Whether it is certain that updates are finite, or the reason why nobody knows."""
-    found, reason, _ = certainty(ts.setup(rule, params), params, None)
+    found, reason, _ = certainty_of(ts.setup(rule, params), params, None)
     return reason or bool(found)
 
 
@@ -113,7 +113,7 @@ def test_rules_without_bounds_are_judged_by_their_update(name):
     grads, start = draws(2, "float32", 16)
     rule = rule_of(name)
     state = ts.setup(rule, {"w": start.reshape(4, 4)})
-    assert certainty(state, {"w": start.reshape(4, 4)}, None)[0] is None
+    assert certainty_of(state, {"w": start.reshape(4, 4)}, None)[0] is None
     finite = []
     step = jax.jit(lambda s, g: ts.update(s, {"w": g}, loss=jnp.float32(1.0))[0])
     for g in grads[:8].reshape(-1, 4, 4):
@@ -271,7 +271,7 @@ def test_rules_by_element_make_the_same_update_of_joined_leaves(name):
     @jax.jit
     def updates(state, grads):
         state, _ = ts.update(state, grads)
-        assert certainty(state, grads, None).by_element
+        assert certainty_of(state, grads, None).by_element
         call = rule_call(state, grads, None, None, None, {})
         short_call = call.with_joined_leaves()
         assert len(jax.tree.leaves(short_call.params)) == 1
@@ -298,7 +298,7 @@ def test_rules_that_read_names_of_leaves_are_looked_at_leaf_by_leaf(name):
     if name == "frozen":
         state = ts.freeze(state, "a")
     found = []
-    jax.eval_shape(lambda state: found.append(certainty(state, TREE, None)), state)
+    jax.eval_shape(lambda state: found.append(certainty_of(state, TREE, None)), state)
     assert found[0].is_certain is not None and not found[0].by_element
 
 

@@ -8,10 +8,10 @@
 A verdict is one int32 computed inside the step: 0 if the step is applied, -1 if it only gathered
 its gradient, else twice the place of the first value that is not finite, plus one if it is NaN.
 The places are the loss, the norm of the gradient, the clock, the reports of rules, and the norm of
-the update. The verdict is part of the info, so that no step waits for the device; `explain` turns
-it into words on the host. It does not say which leaf of the gradient was bad: a flag for each of
-200 leaves would cost time at every step, but only rejected steps need it. `locate` computes it from
-the gradients later.
+the update, or `excess` in place of it. The verdict is part of the info, so that no step waits for
+the device; `explain` turns it into words on the host. It does not say which leaf of the gradient
+was bad: a flag for each of 200 leaves would cost time at every step, but only rejected steps need
+it. `locate` computes it from the gradients later.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -94,7 +94,9 @@ def _joined(tree: PyTree) -> list[jax.Array]:
 
 
 def global_norm(tree: PyTree, *, by_leaf: bool = False) -> jax.Array:
-    """sqrt(sum over leaves of sum(|x|²)), as `optax.tree.norm`; with `by_leaf` also its last bit.
+    """sqrt(sum over leaves of sum(|x|²)), as `optax.tree.norm`.
+
+    With `by_leaf` it is summed leaf by leaf, and has the bits of optax.
 
     The result is float64 if any leaf is, else float32.
     """
@@ -120,6 +122,8 @@ def excess(tree: PyTree) -> jax.Array:
 # Verdict
 
 LIMIT = np.iinfo(np.int32).max  # the last call that the clock counts
+# `update` acts for "skip" and "ignore". "raise" and "drop" are "skip" in it: a call raises in
+# `TrainStep.call`, a run of `fit` in `run.rejections`; the gradient drops in `_step.gradients`.
 POLICIES = ("skip", "raise", "ignore", "drop")
 GOT = "got {}"
 
@@ -288,7 +292,7 @@ def early_or_late(early: Callable[[], PyTree], late: Callable[[], PyTree], grads
 def unless(condition: jax.Array, excess: Callable[[], jax.Array]) -> jax.Array:
     """0 if the condition is true, else the result of `excess`, a reduction of updates.
 
-    The barrier keeps XLA from computing both and selecting one.
+    The barrier keeps XLA from computing both and selecting one; under `vmap` both are computed.
     """
     barred = lambda: jax.lax.optimization_barrier(excess())
     return jax.lax.cond(condition, lambda: jnp.zeros((), jnp.float32), barred)

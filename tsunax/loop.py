@@ -239,13 +239,14 @@ def fit(
       steps: the total of applied steps, counted by `state.step`; or
       epochs: the total of epochs of the data.
       evaluate: `f(state) -> {name: number}`, called every `evaluate_every`, at the end, and once
-        before the first step if a callback or `keep_best` waits for a name with a slash.
+        before the first step if a callback or `keep_best` waits for a name with a slash, unless
+        another callback may log that name.
       evaluate_every: "epoch", "5 epochs", a number of steps, a duration as "30 s", "10 minutes" or
         "2 h", or a tuple of these for whichever comes first.
       callbacks: functions `f(run) -> None | state`, see `callbacks`, or `callbacks.Part`s.
-        `every(n, f)` is called at multiples of n steps; a plain function at every boundary,
-        `log_every` included, but not when a duration has passed. `watchdog` replaces the
-        watchdog of every run.
+        `every(n, f)` is called at multiples of n steps; a plain function at the start, at multiples
+        of `log_every`, after evaluations and epochs, and at the end. Functions are called before
+        parts. `watchdog` replaces the watchdog of every run.
       logger: `f(row, step=)`, or several, as `wandb.log`. Called on the first process only.
       checkpoint: a path or `Checkpoints`: where to save state, place of the data, history and
         callbacks' memory, at its `every`, else after every epoch and every ten minutes, and at the
@@ -262,8 +263,8 @@ def fit(
         takes. Does not change the result. None calls `step` itself, which need not be traceable.
       max_bad: rejected steps in a row that end the run with a NonFiniteError; fewer give a warning.
       signals: names of the signals that the run handles; `()` for none. With a checkpoint INT,
-        TERM, HUP and XCPU save and end the run, USR1 and USR2 only save it. Without one
-        INT alone is handled.
+        TERM, HUP and XCPU save and end the run, USR1 and USR2 only save it. Without one a state of
+        several processes ends at the same signals, and any other run at INT alone.
       dry_run: try everything and keep nothing: two steps on a copy of the state, one evaluation,
         every callback and part once; no logger, no checkpoint.
       history: a `History` to add rows to.
@@ -393,7 +394,7 @@ def _loop(fitting: Fit) -> None:
         # Signals and timers make requests. After a rewind the run begins again, without its end.
         is_boundary = fitting.steps_to_boundary() == 0 or fitting.requests
         if is_boundary and fitting.run.restart is None:
-            fitting.hold_boundary()  # evaluate, callbacks, loggers, progress, checkpoint
+            fitting.hold_boundary()  # commands, evaluate, callbacks, loggers, checkpoint, answers
     if fitting.run.restart is None:
         fitting.hold_last_boundary()
 

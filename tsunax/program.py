@@ -148,8 +148,9 @@ class TrainStep(GradientOptions):
         """The checks before the first call: of the state, and whether the loss mixes rows."""
         from tsunax._step.finite_state import FirstLook
 
-        judges_updates = self.on_nonfinite == "ignore" or self.norms == "update"
-        return FirstLook(self, looks_at_state=not judges_updates)
+        # a state that was not finite before is not looked for, or shows in the judged update
+        needs_no_look = self.on_nonfinite == "ignore" or self.norms == "update"
+        return FirstLook(self, looks_at_state=not needs_no_look)
 
     @property
     def masks(self) -> bool:

@@ -34,7 +34,7 @@ from tsunax._step.updating import (
     Attempt,
     Judge,
     RuleCall,
-    certainty,
+    certainty_of,
     fit_gradients,
     mean_over_rows,
     rule_call,
@@ -132,7 +132,8 @@ class StepInfo(NamedTuple):
     grad_norm: jax.Array
     # f32, L2 norm of the updates that the rule would add to params, under `norms="update"`
     update_norm: jax.Array | None
-    # int32: 0 applied, -1 gathered, > 0 rejected (`guard.explain` says why). None under "ignore"
+    # int32: 0 applied, -1 gathered, > 0 rejected (`guard.explain` says why). None under "ignore",
+    # except for a rule that gathers
     verdict: Scalar
     metrics: dict[str, PyTree]  # f32, or the result of the metric's compute()
     dropped: jax.Array | None  # f32: the weight of micro-batches that were left out, under "drop"
@@ -190,7 +191,8 @@ def update(
         (see `describe`). Outside of one, and with `norms="update"`, the update is always judged.
         Only a judged update shows a state that was not finite before. "skip" rejects the step:
         every array of the state but its counts and its loss scale stays bit-identical. "raise"
-        rejects too, and a compiled step then waits and raises. "ignore" applies the step.
+        rejects too, and a compiled step then waits and raises. "ignore" applies the step. "drop"
+        is "skip" here: `value_and_grad` drops micro-batches.
       norms: whether info has `grad_norm`; "update" for `update_norm` too, at a pass over updates.
       extra: goes to the rule, if it takes extra arguments.
 
@@ -260,7 +262,7 @@ def update_unchecked(
     elif norms == "update" or not trees.is_tracing():  # Without jit, branches would compile anew.
         chosen, verdict, update_norm = judge.choose_late()
     else:
-        chosen, verdict = judge.choose(certainty(state, grads, loss.weight))
+        chosen, verdict = judge.choose(certainty_of(state, grads, loss.weight))
     new = _recorded(state, chosen.applied_to(state), verdict, chosen.emitted, loss)
     verdict = guard.with_gathered(verdict, chosen.emitted)
     norms_in_info = grad_norm if norms else None, update_norm if norms == "update" else None

@@ -32,10 +32,10 @@ FIX = (
 
 def _judges_gradient_alone(state: TrainState) -> bool:
     """Whether a step of this state applies updates without judging them."""
-    from tsunax._step.updating import certainty
+    from tsunax._step.updating import certainty_of
 
     answers: list[bool] = []
-    look = lambda s: answers.append(certainty(s, trained_part(s), None).is_certain is not None)
+    look = lambda s: answers.append(certainty_of(s, trained_part(s), None).is_certain is not None)
     jax.eval_shape(look if np.ndim(state.clock) == 1 else jax.vmap(look), state)
     return answers[0]
 

@@ -170,7 +170,7 @@ def _varying(
 
 def _differentiated(
     fn: LossFn,
-    remat: Function,
+    checkpoint: Function,
     state: TrainState,
     parts: PyTree,
     rows: PyTree,
@@ -188,7 +188,7 @@ def _differentiated(
         mean, loss = scaled_loss(fn, state, params, rows, keywords, whole)
         return _noted(mean, notes), loss
 
-    value_and_gradient = jax.value_and_grad(remat(noted), argnums=(0, 1), has_aux=True)
+    value_and_gradient = jax.value_and_grad(checkpoint(noted), argnums=(0, 1), has_aux=True)
     if trees.is_tracing() and not any(map(guard.is_over_mesh, jax.tree.leaves(parts[0]))):
         from tsunax._cpu.kept_sums import keep_sums
 

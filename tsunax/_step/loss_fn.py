@@ -67,9 +67,9 @@ class Problem:
     batch: PyTree
     keywords: Extra
     state: TrainState
-    overwritten: PyTree  # the leaves that their gradient replaces
+    overwritten: PyTree  # leaves that get their gradient as the next value (fp8 scales)
     axes: tuple[str, ...]  # the named axes of devices, which have different rows
-    finish: Function  # the gradient of the unscaled loss, which goes downhill
+    finish: Function  # scaled gradients of JAX -> the gradient of the loss, conjugated
     square: Callable[[PyTree], jax.Array] | None  # the squared norm of a gradient, for noise_scale
 
 

@@ -38,11 +38,11 @@ from tsunax.loss import Loss, rows_of
 from tsunax.state import TrainState, in_float32, params_with_trained, trained_part
 
 ROWS = 8  # in a micro-batch: more rows take time, and for fewer rows some losses raise
-# The number of micro-batches. The masks of only two may agree by chance, but for large ones two are
-# enough.
+# The number of micro-batches. The masks of only two may agree by chance, but two are enough if they
+# are large.
 PARTS = 8
 # About how much the moved params of each measurement change the outputs of a layer. With one
-# measurement, the parts may agree by chance, for example under masks with as many ones.
+# measurement, the parts may agree by chance, for example under masks with equal counts of ones.
 NEAR = 0.0, 0.25, 0.5, 1.0, 1.5
 LEAST_SHARE = 1e-4  # a smaller relative difference counts as rounding, for each dtype
 MOST_MADE_UP = 1 << 24  # elements: more would take seconds, and memory that a step needs

@@ -1,11 +1,11 @@
 """The parts of `update`, in the order in which `step.py` calls them.
 
 Its gradients in the structure of the params; the rule, and the leaves that stay; and the verdict,
-before the rule runs or after it. Loss and gradient are judged in any case. `certainty` decides
-whether the update is, too:
+before the rule runs or after it. Except under "ignore", loss and gradient are judged in any case.
+`certainty_of` decides whether the update is, too:
 
-    True         the rule makes finite updates of finite gradients: it runs only if the verdict
-                 applies the step (`choose_early`)
+    True         the rule makes finite updates of finite gradients: on a CPU it runs only if the
+                 verdict applies the step (`choose_early`), elsewhere its result is selected
     None         unknown: the rule runs, and the norm of its update is in the verdict
                  (`choose_late`)
     a traced bool   live numbers decide: early, with the update judged while the numbers are out
@@ -220,7 +220,7 @@ class Certainty(NamedTuple):
     by_element: bool = False  # whether an update depends on no other element, but for global norms
 
 
-def certainty(state: TrainState, grads: PyTree, weight: Scalar) -> Certainty:
+def certainty_of(state: TrainState, grads: PyTree, weight: Scalar) -> Certainty:
     """Whether a finite gradient makes a finite update of this state."""
     inputs = jax.tree.leaves((trained_part(state), master_params(state), grads, state.opt_state))
     kinds = {RANGES.get(str(x.dtype), "") for x in inputs if trees.is_inexact(x)}
@@ -303,6 +303,7 @@ class Judge:
         """The rule runs after the verdict, unless the verdict needs its report or its update."""
         attempt, fault = jax.jit(self.attempt), None  # Its callers share one trace.
         if certainty.is_certain is not True:
+            # While the numbers are out of bounds the rule runs twice: to judge, and to apply.
             # Leaves are joined in the branch alone: other calls do not pay for it.
             joined_updates = lambda: self.call.with_joined_leaves()()[0]
             updates = joined_updates if certainty.by_element else lambda: attempt().updates

@@ -112,8 +112,8 @@ class CheckpointHome:
     def directories(self, step: int | None = None) -> dict[int, list[Any]]:
         """By step, or of one step alone, the directories that are named after it, newest last."""
         names = self.names(self.path) if step is None else [str(step)]
-        steps = {x: step for x in names if (step := durable_files.step_in_name(x)) is not None}
-        folders = {step: self.path / name for name, step in steps.items()}
+        steps = {name: durable_files.step_in_name(name) for name in names}
+        folders = {x: self.path / name for name, x in steps.items() if x is not None}
         return {x: [y] for x, y in folders.items() if durable_files.is_real_directory(y)}
 
     def read(
@@ -315,10 +315,10 @@ class CheckpointHome:
         only one listed before it is looked at. So no step at all counts when two listings agree.
         """
         names = self.names(self.path)
-        while not (steps := sorted(self.directories())) and names != (
-            names := self.names(self.path)
-        ):
-            pass
+        while not (steps := sorted(self.directories())):
+            old_names, names = names, self.names(self.path)
+            if names == old_names:
+                break
         return steps
 
     def manifests(self) -> dict[int, Manifest]:

@@ -69,7 +69,8 @@ class RestoreRequest:
             differences += _fact_differences(saved_facts, state_facts.facts_of(s), path)
             if edit := merging.edit_of_frozen(script_states[path], at_start):
                 merges[(*path, ".frozen")] = functools.partial(merging.merged_flags, *edit)
-                edits_without_flags += edit[:1] if (*path, ".frozen") not in saved else ()
+                if (*path, ".frozen") not in saved:
+                    edits_without_flags += (edit[0],)
         # nothing was frozen where the flags were not saved
         absent = {(*path, ".frozen") for path in tree.states} - saved.keys()
         targets = [(path, path, x) for path, x in tree.leaves if path not in absent]
@@ -166,7 +167,8 @@ class RestorePlan:
         for bounds, indices in holders.items():
             for i in indices:
                 parts[i] = (*parts.get(i, ()), bounds)
-        distinct = set(parts.values())  # else two processes share some of their parts but not all
+        # Sums of hashes need processes that read the same parts, or none in common.
+        distinct = set(parts.values())
         are_disjoint = len(distinct) > 1 and sum(map(len, distinct)) == len(holders)
         return parts if are_disjoint else None
 

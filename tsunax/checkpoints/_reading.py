@@ -201,8 +201,9 @@ def newer_of_checkpoint_and_state(run, checkpoint_step: int, state) -> Restored:
     step = _writing.step_to_save(leaves.tree_of(state), None)
     newest = f"step {checkpoint_step}, the newest in {run.path}"
     text = f"fit(): the state given is at step {step}, the checkpoint at {newest}"
-    if calls < saved_calls or calls == calls_at_start != saved_calls:
-        if calls != calls_at_start:
+    is_initial = calls == calls_at_start
+    if calls < saved_calls or (is_initial and calls != saved_calls):
+        if not is_initial:
             warn(f"{text}: the checkpoint's goes on. For the state given, give another path.")
         return read(run, checkpoint_step, plan_of)
     # A tree of several states has no clock, so the position in its data is not known.

@@ -77,8 +77,8 @@ def start_save(
     """`save` of a `Checkpoints`: copy, agree with all processes, write in the background.
 
     Each process sends its plan to all: hashes of data and callbacks. The plan of the first process
-    has the name of the checkpoint, too, and the steps that it replaces. A rewind leaves
-    the line of the run after `left_calls` calls: the checkpoints from its step on are set aside.
+    has the name of the checkpoint, too, and the steps that it replaces. For a rewind after
+    `left_calls` calls, the checkpoints from its step on are set aside.
     """
     (tree, manifest, blocks), plans = saver.together(
         "save()", lambda: _copied(saver, state, step, values, metrics, left_calls is not None)
@@ -189,6 +189,7 @@ def _write(saver, name: str, drop: list[int], manifest, blocks, watched, left_ca
         try:
             if bad_leaf := not_finite(blocks, watched):
                 raise Damaged(f"{bad_leaf}, which is not finite")
+            # read back before an older checkpoint is deleted
             return saver.home.write(name, saver.process, manifest, blocks, prove=bool(drop)), ""
         finally:
             blocks.clear()

@@ -318,7 +318,7 @@ def _has_state(source: _Source, like) -> bool:
 def _filled_tree(
     source: _Source, tree, plan: dict[int, Mapped], cast: bool, prefixes: tuple[str, ...]
 ):
-    """`tree` with the leaves of the plan; no other names in the file may begin with `taken`."""
+    """`tree` with the leaves of the plan; no other names in the file may begin with a prefix."""
     target_leaves, treedef = jax.tree.flatten(tree)
     differences, missing = [], []
     # Orbax keeps the wrappers of flax.nnx, with the array in their `value`.

@@ -82,7 +82,7 @@ def merged_flags(
 ) -> tuple[np.ndarray, dict[str, str]]:
     """A `Merge`: the flags of the script for leaves that it has edited, else the saved flags."""
     is_edited = at_start ^ script_flags
-    return saved ^ ((saved ^ script_flags) & is_edited), {"frozen leaves": note}
+    return (saved & ~is_edited) | (script_flags & is_edited), {"frozen leaves": note}
 
 
 def script_numbers_in(manifest: Manifest) -> dict[leaves.Keys, dict[str, Any]]:

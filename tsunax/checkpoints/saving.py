@@ -1,6 +1,7 @@
 """Checkpoints: a training state on the disk, whole or not at all, and read back to the last bit.
 
     save:     copy to the host -> (write | hash) -> all processes done -> manifest -> sync -> name
+              (`_home.py` has the renames)
     restore:  newest manifest -> compare with the script's state -> read -> verify -> put on devices
 
 Each of several processes writes a part, and reads the parts that it needs. The first process alone

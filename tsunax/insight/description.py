@@ -17,7 +17,7 @@ import numpy as np
 from tsunax._core import Device, Function, PyTree, checks, device_kinds, placement, tables, trees
 from tsunax._state.state_text import leaf_rows
 from tsunax._step.retrace_reasons import retrace_reasons
-from tsunax._step.updating import certainty
+from tsunax._step.updating import certainty_of
 from tsunax.devices.gpu_topologies import LIMITS
 from tsunax.insight import _cost, _memory
 from tsunax.program import TrainStep, check_is_train_step
@@ -159,7 +159,7 @@ def _verdict_text(step: TrainStep, state: Any) -> str:
     reasons: list[str] = []
 
     def trace_certainty(state: TrainState) -> None:
-        is_certain, reason, _ = certainty(state, trained_part(state), None)
+        is_certain, reason, _ = certainty_of(state, trained_part(state), None)
         live_clause = " while its live numbers are within bounds, else also by its update"
         judged_parts = f"loss and gradient{'' if is_certain is True else live_clause}"
         reasons.append(f"loss, gradient and update: {reason}" if reason else judged_parts)

@@ -41,9 +41,10 @@ def flux_rprop(
     """`Rprop` of Optimisers.jl and PyTorch: a step size per number, and signs of gradients only.
 
     params ← params − size·sign(g). If the sign is equal to the previous sign, the size grows by
-    `eta_plus`; else it shrinks by `eta_minus`, and the number does not move in this step. The sizes
-    start at `learning_rate`; a later change of it has no effect. (`optax.rprop` does all of this a
-    step later.) Sizes stay within [min_step_size, max_step_size]. iRprop⁻ of Igel and Hüsken 2000.
+    `eta_plus`. If it is the opposite sign, the size shrinks by `eta_minus`, and the number does not
+    move in this step. Next to a sign of 0 the size stays. The sizes start at `learning_rate`; a
+    later change of it has no effect. (`optax.rprop` does all of this a step later.) Sizes stay
+    within [min_step_size, max_step_size]. iRprop⁻ of Igel and Hüsken 2000.
     Raises HyperparameterError for a float that is out of range or not finite.
 
     >>> rule = flux_rprop(0.1)

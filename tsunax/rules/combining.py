@@ -142,6 +142,7 @@ class _PartitionUpdate(MadeOfRules):
         return f"_PartitionUpdate(assign={assign}, updates={inner(self.updates)})"
 
     def __call__(self, grads, state, params=None, *, grad=None, outside=0.0, **extra):
+        # `grads` are updates of earlier rules, `grad` is the gradient, for line searches
         flags = _flags_by_pattern(self.patterns, grads if params is None else params)
         squares = square_sums(grads)
         searches = {name: extra.pop(name) for name in SEARCHES if extra.get(name) is not None}

@@ -170,7 +170,8 @@ class LiveState:
     inner: PyTree  # the optax state, with group 0's counters
     # The counters of the groups 1, 2, ...: inner leaves that belong to no parameter.
     extra: tuple[Any, ...] = ()
-    # int32: updates of this rule, the clock of its schedules if no `step=` is given; else None
+    # int32: the clock of its schedules: updates of this rule, or the `step=` of the last update.
+    # None without a schedule
     count: Scalar = None
     live: Live = field(kw_only=True, metadata={"static": True})
     cut: Cut | None = field(default=None, kw_only=True, metadata={"static": True})

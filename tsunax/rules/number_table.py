@@ -236,6 +236,7 @@ class Numbers:
     def named(self, step: Maybe, opt_state: PyTree = None) -> dict[str, Any]:
         """Every number in force at `step`, by flat name: Python floats if they are concrete.
 
+        With `step=None` numbers with a schedule are left out.
         Schedules with their own clock read it in the plain `opt_state`; without it they are left
         out.
         """

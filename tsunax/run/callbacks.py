@@ -3,7 +3,7 @@
 A callback is any `f(run) -> None | state`. These are frozen values that print as the call that
 makes them. Their memory is `run.memory`, a dict that is saved as JSON with the run. The loop makes
 a boundary at the multiples of `callback.every` and at the steps `callback.at`; a callback with
-`callback.events` is called at these events alone. It gets each new value of a metric once.
+`callback.events` is called at these events alone. `Watching` gets each new value of a metric once.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Feeder:
     def take(self, steps: int, home: Any, step: int) -> Chunk | None:
         """The batches of the next call, for a state with the sharding `home` after `step`.
 
-        `steps` is the most steps of the call. None at the end of an epoch.
+        `steps` is the most steps of the call. None at the end of an epoch, unless calls cross it.
         """
         raise NotImplementedError
 

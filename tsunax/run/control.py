@@ -129,7 +129,7 @@ class Control(Part):
 
 
 class Answers(Part):
-    """Answers commands: the last part of a boundary, when their changes are on the disk."""
+    """Answers commands: the last part of a boundary. It waits until their save is on the disk."""
 
     def __init__(self, control: Control) -> None:
         self.control: Control = control
@@ -141,5 +141,8 @@ class Answers(Part):
         answers, self.control.answers = self.control.answers, {}
         if run.restart is not None:  # the rewind undoes the changes; then the run obeys again
             return
+        if any(text.startswith("done") for text in answers.values()):
+            with run.rows.options.clock("checkpoint"):
+                run.saver.wait()
         for name, text in answers.items() if processes.current().is_first else ():
             self.control.inbox.mailbox.answer(name, text)

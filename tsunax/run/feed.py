@@ -3,7 +3,7 @@
     data -> `Reading` (their beginning) -> `Source` (epoch and position) -> feeder -> `Chunk`
     -> `Caller`: the compiled loop of the step, with the batches of a chunk
 
-`fit`, `iterate`, `run_epoch` and replays are loops around the two methods of a `Caller`.
+`fit`, `iterate`, `run_epoch` and replays are loops around `take` and `call` of a `Caller`.
 
 A chunk has the batches of one call. `_feeder_of` chooses the feeder that reads the source, at the
 start of a run, and again if a callback moved the state to other devices:

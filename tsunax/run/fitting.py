@@ -144,7 +144,7 @@ class Fit:
         """Make the next call; False at the end of an epoch, without a call.
 
         The number of its steps is the least of `per_call()`, `steps_to_boundary()`, the room of a
-        call (`chunks.buffer_size`), and the rest of an epoch.
+        call (`chunks.buffer_size`), and the rest of an epoch, unless calls cross epochs.
         """
         run, step = self.run, self.newest_step
         most_steps = int(min(self.per_call(), self.steps_to_boundary()))
@@ -189,9 +189,9 @@ class Fit:
         chunk, infos = self.unread[-1]
         if is_new:
             self.pace.exclude(end - start, chunk.steps if info_columns.is_ready(infos) else 0)
-        is_late = self.agreement.spans or not self.pace.is_known
-        is_late = is_late or end - self.pace.read_time > CALL_SECONDS
-        if is_late or len(self.unread) * chunk.bytes > WAITING_BYTES:
+        must_read = self.agreement.spans or not self.pace.is_known
+        must_read = must_read or end - self.pace.read_time > CALL_SECONDS
+        if must_read or len(self.unread) * chunk.bytes > WAITING_BYTES:
             self.read(1)
         if self.run.witnesses:
             self.call_witnesses()
@@ -290,7 +290,7 @@ class Fit:
     def parts_begun(self) -> Iterator[None]:
         """A block between the beginning and the end of the parts, which end in reverse order.
 
-        The display and the loggers begin first, so that an error of any other part closes them.
+        Watch, display and loggers begin first, so that an error of any other part closes them.
         """
 
         def end(part: Part, kind: Any, error: BaseException | None, trace: Any) -> None:

@@ -164,11 +164,12 @@ def unpacked(infos: list[Any], counts: list[int]) -> tuple[Any, dict[str, np.nda
 
 
 def verdicts(infos: PyTree, n: int) -> np.ndarray:
-    """int32 (n, members): the verdict of the guard for each step and member; > 0 for rejected.
+    """int32 (n, members): > 0 where the call of a member was rejected.
 
+    It is the verdict of the guard, and for `States` the count of rejected calls in a row.
     A single column for no population, and for parts with different numbers of members.
     """
-    if isinstance(infos, StatesInfo):  # the clock of the run has the verdict
+    if isinstance(infos, StatesInfo):  # its clock counts rejected calls in a row
         return np.reshape(infos.clock[..., 3], (n, -1))
     is_info = lambda x: isinstance(x, StepInfo)
     parts = filter(is_info, jax.tree.leaves(infos, is_leaf=is_info))

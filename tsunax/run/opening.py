@@ -84,6 +84,7 @@ def begin(
         saver=saver,
     )
     _check_last_batch(step, options, feed, start)
+    # commands, evaluation, functions, parts of users; behind the save the answers to commands
     in_order = (*parts, run.rows, progress, *saving)
     # The watch ends last: it sees the wait for the last save, and the error of any other part.
     begin_order = (*_watch(options, agreement), progress, run.rows, *parts, *saving)
@@ -120,7 +121,7 @@ def _history_of(options: Options, restart: Any, is_rewound: bool) -> tuple[Histo
     history, memory = (None, {}) if restart is None else restart.parts_of_fit()
     history = options.history if history is None else history
     history = History() if history is None else history
-    if is_rewound:  # its seconds have this clock's
+    if is_rewound:  # the history includes the seconds of this clock
         options.clock.total = history.time
     else:
         options.clock.continue_from(history.time)

@@ -1,4 +1,4 @@
-"""A part of a run: a task between its steps, in a file that the loop does not import.
+"""A part of a run: a task between its steps, in a separate file.
 
 Evaluation, callbacks, rows and loggers, progress and checkpoints are parts. To write a new part,
 make a subclass of `Part`, and give `fit(callbacks=[...])` one of its values:
@@ -7,13 +7,14 @@ make a subclass of `Part`, and give `fit(callbacks=[...])` one of its values:
         every = 100
 
         def at(self, run, events):
-            post(run.step, run.metrics)  # the newest row, of this step if log_every divides 100
+            post(run.step, run.metrics)  # of the newest row: of this step if log_every divides 100
 
         def end(self, run, error):
-            if error is not None:
-                post(run.step, repr(error))
+            if error is not None or run.interrupted:  # SIGTERM, say, is no error
+                post(run.step, run.interrupted or repr(error))
 
-The loop holds a boundary at the steps that a part needs, and there calls the parts in order.
+The loop holds a boundary at the steps that a part needs, and there calls the parts in order:
+commands, the evaluation, callbacks, parts of users, rows and loggers, progress, the save, answers.
 """
 
 import contextlib
@@ -31,7 +32,8 @@ EVALUATE = "evaluate now"  # the event of a command, before the evaluation
 class Part:
     """A part of a run of `fit`. This class does nothing: write the methods that your part needs.
 
-    `run` is the run that callbacks get, with step, state, metrics, history, `log` and `stop`. Each
+    `run` is the run that callbacks get, with step, state, history, `log` and `stop`; `metrics` has
+    the newest number of each column, `info` is the info of the last step. Each
     part has its own `run.memory`, which is saved with the run under the name of the part: its type,
     and for a dataclass the numbers and texts in its fields, but not those with `repr=False`. All
     processes call all parts, in a dry run, too, and an exception of a part ends the run.
@@ -69,7 +71,8 @@ class Part:
 
         Events are "start" (before the first step), "step" (a part needed it), "evaluate" (an
         evaluation was done), "epoch" (an epoch has ended), "end" (of the run), and events at any
-        step: "save" (because of a signal) and "clock" (the duration of a part has passed).
+        step: "save" (a signal or a command), "evaluate now" (a command) and "clock" (the duration
+        of a part has passed). A part may add events for later parts.
         To be called at "start", "end" or "save", override this method.
         """
         is_step = "step" in events and self.next_step(run.step - 1) == run.step
@@ -77,7 +80,7 @@ class Part:
         return is_step or is_epoch or any(timer.is_due for timer in self.timers)
 
     def _prepare(self, run: Any, feed: Any) -> None:
-        """Called once, before any part begins; for the parts of this package."""
+        """Called before any part begins, also after a rewind; for the parts of this package."""
 
     def begin(self, run: Any) -> None:
         """Called before the first boundary, and again after each rewind."""

@@ -290,7 +290,7 @@ class Saving(EachBoundary):
         if edit.values is not None and not edit.is_exact(old_state, run.state, self.like):
             edit = dataclasses.replace(edit, values=None)
         self.edits = bounded([*self.edits, edit])
-        # No run repeats a command, so its edit has to be on the disk before the next call.
+        # No run repeats a command, so its edit is saved at once. `Answers` waits for the save.
         return must_save or self.edits[-1].values is None or "save" in events
 
     def _look_at_data(self, run: Run, is_first: bool = False) -> None:
@@ -316,7 +316,7 @@ class Saving(EachBoundary):
         return script
 
     def _is_best(self, run: Run) -> bool:
-        """Whether the value of `keep_best` at this step is among its best: no later save has it."""
+        """Whether the value of `keep_best` at this step is among the best. It is saved now only."""
         best = self.saver.keep_best
         if best is None or best.metric in run.row_names:
             return False

@@ -88,6 +88,7 @@ class watchdog:
         stall      nothing has happened for the time `after`
         rejected   a warning of rejected steps: of the first, the tenth, the hundredth, ...
         stop       a callback or a signal has stopped the run
+        rewind     the run goes back to an earlier checkpoint; then it starts again
         error      an exception has ended it
         end        the run is over, also after a stop and an error
 

@@ -73,12 +73,9 @@ def timeline(
     checks.check_count(max_replay, "timeline()", "max_replay")
     if step is not None and not callable(step):
         raise WrongTypeError("step", "timeline()", trees.describe(step), "the step of the run")
-    is_opened = isinstance(run, Checkpoints)
-    checkpoints = run if is_opened else Checkpoints(run, read_only=True)
-    saved = SavedRun(checkpoints)
+    saved = SavedRun(run if isinstance(run, Checkpoints) else Checkpoints(run, read_only=True))
     first_state = state() if callable(state) else state
-    # a line keeps shapes, because arrays need memory
-    first = jax.eval_shape(lambda: first_state) if callable(state) else state
+    first = jax.eval_shape(lambda: first_state) if callable(state) else state  # no arrays
     if first is not None and not isinstance(first, COUNTED):
         expected = "a TrainState or States, whose calls are counted"
         raise WrongTypeError("state", "timeline()", trees.describe(first), expected)
@@ -102,9 +99,8 @@ class Timeline:
     def __repr__(self) -> str:
         newest = self.saved.newest
         link = None if newest is None else self.saved.manifest(newest).links.get(newest)
-        text = f"{len(self.steps)} checkpoints"
-        text += f", link {link} at step {newest}" if link else ""
-        return f"Timeline({self.saved.checkpoints.path}, {text})"
+        text = f", link {link} at step {newest}" if link else ""
+        return f"Timeline({self.saved.checkpoints.path}, {len(self.steps)} checkpoints{text})"
 
     @property
     def steps(self) -> list[int]:
@@ -248,8 +244,8 @@ class Timeline:
         if not (names := different_leaves(*states)):
             return comparison
         low = max((step for step in comparison.common_steps if step < high), default=0)
-        difference = first_difference([line._moment_of_step for line in lines], low, high, names)
-        return comparison.at_exact_step(*difference)
+        moments = [line._moment_of_step for line in lines]
+        return comparison.at_exact_step(*first_difference(moments, low, high, names))
 
     def _moment_of_step(self, step: int, near: Moment | None = None) -> Moment:
         return self._moment(step, None, near)
