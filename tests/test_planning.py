@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import gc
 import types
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -320,3 +321,12 @@ def test_a_batch_has_the_micro_batches_of_its_step():
 )
 def test_the_size_within_the_cache_is_on_the_line_through_the_trials(temporary, expected):
     assert planning._size_in_cache([1, 2, 4, 8, 16, 32, 64], temporary, 8) == expected
+
+
+def test_usage_keeps_no_state_of_an_ended_run_alive():
+    step, x = ts.train_step(toys.loss_fn), np.ones((64, 8), np.float32)
+    usage, runs = ts.insight.usage(step, toys.state(), x[:8], peak=1e12), []
+    callbacks = [ts.callbacks.every(2, usage), ts.callbacks.every(2, lambda run: runs.append(weakref.ref(run)))]
+    ts.fit(step, toys.state(), ts.batches(x, 8), steps=40, log_every=2, callbacks=callbacks, progress=False)
+    gc.collect()
+    assert usage.last_row and runs[0]() is None

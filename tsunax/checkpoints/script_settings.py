@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
-import numpy as np
 
 from tsunax._core import PyTree, stable_text, trees
 from tsunax._state.state_fields import averages_of
@@ -139,9 +138,9 @@ def hash_of_rows(data: Any, max_batches: int = 8) -> str | None:
     """A hash of a few rows of `batches(arrays)`, or of a list of batches; None for other data."""
     data = positions.innermost(data)
     if isinstance(data, list | tuple):
-        arrays = jax.tree.leaves([data[i] for i in _spread(len(data), max_batches)])
+        arrays = jax.tree.leaves([data[i] for i in batching.spread(len(data), max_batches)])
         is_whole = lambda x: trees.is_array(x) and getattr(x, "is_fully_addressable", True)
-        rows = [x[_spread(len(x), 8)] if x.ndim else x for x in filter(is_whole, arrays)]
+        rows = [x[batching.spread(len(x), 8)] if x.ndim else x for x in filter(is_whole, arrays)]
     elif isinstance(data, batching.Batches) and data.is_of_arrays:
         rows = data.sample()
     else:
@@ -150,11 +149,6 @@ def hash_of_rows(data: Any, max_batches: int = 8) -> str | None:
     for x in map(trees.on_host, rows):
         digest.update(f"{x.dtype} {x.shape}".encode() + x.tobytes())
     return digest.hexdigest()[:16]
-
-
-def _spread(count: int, limit: int) -> np.ndarray:
-    """Up to `limit` of the numbers below `count`, from the first on."""
-    return np.unique(np.linspace(0, max(count - 1, 0), limit).astype(int))[:count]
 
 
 def code_text(f: object) -> str:

@@ -23,6 +23,11 @@ from tsunax.data.positions import Positioned
 from tsunax.errors import DataError, told
 
 
+def spread(count: int, limit: int) -> np.ndarray:
+    """Up to `limit` of the numbers below `count`, from the first on, an int array."""
+    return np.unique(np.linspace(0, max(count - 1, 0), limit).astype(int))[:count]
+
+
 class Batches(Positioned):
     """Data that `batches(arrays, batch_size, ...)` returns; raises the same errors.
 
@@ -108,7 +113,7 @@ class Batches(Positioned):
         """A few rows of the arrays, to recognize them by; [] for records."""
         if not self.is_of_arrays:
             return []
-        rows = np.unique(np.linspace(0, self._rows - 1, 8).astype(int))
+        rows = spread(self._rows, 8)
         if self.resident is None:
             return [row_readers.read(leaf, rows) for leaf in self._leaves]
         return [x.addressable_data(0)[rows] for x in jax.tree.leaves(self.resident)]

@@ -1,6 +1,7 @@
 """How much of its devices a run of `fit` uses, as columns of its history."""
 
 import math
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ class Usage:
 
     flops: float  # products of a call, on all devices
     peak: float | None  # FLOP/s of all devices; None if it is unknown
-    # run, step and calls of the last row
+    # a weak reference to the run, which keeps no state alive; step and calls of the last row
     last_row: list[Any] = field(default_factory=list, repr=False, compare=False)
 
     def __call__(self, run: Any) -> None:
@@ -35,9 +36,9 @@ class Usage:
     def _calls_per_step(self, run: Any) -> float:
         """Above 1 with `rules.accumulate`, and if calls were rejected since the last row."""
         step, calls = run.step, most_calls(run.state)
-        old_run, old_step, old_calls = self.last_row or (None, 0, 0)
-        self.last_row[:] = run, step, calls
-        if old_run is not run or old_step >= step:
+        old_run, old_step, old_calls = self.last_row or (lambda: None, 0, 0)
+        self.last_row[:] = weakref.ref(run), step, calls
+        if old_run() is not run or old_step >= step:
             old_step = old_calls = 0
         return (calls - old_calls) / max(step - old_step, 1)
 

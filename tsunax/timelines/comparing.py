@@ -101,7 +101,7 @@ class SavedRun:
         if (newest := self.newest) is None:
             return True
         script = self.script(newest)
-        return bool(script.get("is_looped", script))  # {}: a loop of one's own called the step
+        return bool(script.get("is_looped", script))  # {} if the user's loop called the step
 
     def is_fresh(self, step: int) -> bool:
         """Whether a checkpoint was saved right after the call that first made its step."""
