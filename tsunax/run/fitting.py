@@ -151,7 +151,9 @@ class Fit:
         # nothing is under way before a call with witnesses, because a boundary comes before
         most_steps = 1 if run.witnesses else most_steps
         with self.reading_data():
-            chunk = self.caller.take(most_steps, run.state, step)
+            chunk = self.feed.take(most_steps, run.state, step)
+        # a wait for another process is no wait for data
+        self.agreement.chunk(step + 1, chunk, self.feed.source)
         if chunk is None:
             return False
         self.witnessed_state = jax.tree.map(own, run.state) if run.witnesses else None
