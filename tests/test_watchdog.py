@@ -206,9 +206,9 @@ def test_the_process_that_is_late_is_named(capsys, cause, reason):
     run = types.SimpleNamespace(step=8, tell=lambda *event, seconds: told.append(event))
     watch = watching.Watch(watchdog(60), Clock(), everyone, "process 0")
     lap = time.perf_counter() - 5, cause, None
-    watch._report(run, *lap, is_compiling=False, is_stall=False)
+    watch._report(run, lap, False, False, is_stall=False)
     assert not told
-    watch._report(run, *lap, is_compiling=False, is_stall=True)
+    watch._report(run, lap, False, False, is_stall=True)
     assert told == [("stall", f"process 0 has waited 5.0 s for {reason}, after step 8")]
     assert sent == ["waits" if cause == "device" else "has waited 5.0 s for data"] * 2
     assert "process 0 has waited" in capsys.readouterr().err

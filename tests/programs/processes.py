@@ -316,22 +316,30 @@ def commanded() -> list:
     return [int(state.step), rate, np.asarray(state.params["w"]).tolist(), commands, answers]
 
 
-def late() -> list[str]:
+def late(in_evaluation: int) -> list[str]:
     """What the watchdog of this process tells of a run in which the data of process 1 stand still."""
 
     class Data:
+        def __init__(self, seconds):
+            self.seconds = seconds
+
         def __iter__(self):
             for i in range(12):
-                time.sleep(2.5 * (i == 8 and distributed.process_index() == 1))
+                time.sleep(self.seconds * (i == 8 and distributed.process_index() == 1))
                 yield np.ones((4, 3), np.float32)
+
+    def loss_fn(params, rows):
+        return ((rows @ params["w"] - 1) ** 2).mean()
 
     stalls = []
     tell = lambda event, text, row: stalls.append(text) if event == "stall" else None
-    step = ts.train_step(lambda params, rows: ((rows @ params["w"] - 1) ** 2).mean())
+    step, eval_step = ts.train_step(loss_fn), ts.eval_step(loss_fn)
+    evaluate = lambda state: ts.evaluate(eval_step, state, {"val": Data(2.5 * in_evaluation)})
     for _ in range(2):  # the first run compiles
         state = ts.shard(ts.setup(ts.rules.sgd(0.1), {"w": np.zeros(3, np.float32)}), ts.mesh())
         stalls.clear()
-        ts.fit(step, state, Data(), steps=12, progress=False, callbacks=ts.callbacks.watchdog(1.0, tell))
+        options = {"progress": False, "callbacks": ts.callbacks.watchdog(1.0, tell)}
+        ts.fit(step, state, Data(2.5 * (not in_evaluation)), steps=12, evaluate=evaluate, evaluate_every=12, **options)
     return stalls
 
 

@@ -50,9 +50,13 @@ COMPILER_FILES = tuple(
         ("interpreters", "partial_eval.py"),
     )
 )
-WAITING_FOR_DEVICE = (
-    "waits"  # the report of a process that waits for the device, so for other processes
+# Files that have a frame on the stack while a process waits for the word of other processes, or
+# for the result of a program, which other processes may run, too.
+WAITING_FILES = (
+    os.path.join("distributed", "_peers.py"),
+    os.path.join("jax", "_src", "array.py"),
 )
+WAITS = "waits"  # the report of a process that waits for a device or for other processes
 
 
 def seconds_of(value: Any, where: str, name: str) -> float:
@@ -166,8 +170,9 @@ class Watch(Part):
             if lap[0] == previous_lap[0]:
                 looks += 1
                 # Between the stages of a compilation are moments without such files: two looks.
-                was_compiling, is_compiling = is_compiling, _is_compiling(main_thread)
-                self._report(run, *lap, was_compiling or is_compiling, is_stall=looks == LOOKS)
+                was_compiling, is_compiling = is_compiling, _is_in(COMPILER_FILES, main_thread)
+                flags = was_compiling or is_compiling, _is_in(WAITING_FILES, main_thread)
+                self._report(run, lap, *flags, is_stall=looks == LOOKS)
             else:
                 if looks >= LOOKS:
                     _print(f"{self.name} goes on after {_seconds(lap[0] - previous_lap[0])}")
@@ -175,27 +180,32 @@ class Watch(Part):
                 looks = 0
 
     def _report(
-        self, run: Any, start: float, cause: str, subject: Any, is_compiling: bool, is_stall: bool
+        self,
+        run: Any,
+        lap: tuple[float, str, Any],
+        is_compiling: bool,
+        is_waiting: bool,
+        is_stall: bool,
     ) -> None:
         """Report a lap to the other processes, and to users if it is a stall.
 
         The reports of all come before a stall, so a process that waits names the late process.
         """
+        start, cause, subject = lap
         f = getattr(subject, "fn", subject)  # the function of `every`
         name = getattr(f, "__qualname__", type(f).__name__).rpartition("<locals>.")[2]
         cause = "compile" if cause == "device" and is_compiling else cause
         reason = REASONS[cause] if subject is None else f"{REASONS[cause]} ({name})"
-        seconds, is_collective = time.perf_counter() - start, cause in ("device", "idle")
-        own_report = WAITING_FOR_DEVICE if is_collective else _waiting(seconds, reason)
+        seconds = time.perf_counter() - start
+        is_waiting = is_waiting or cause in ("device", "idle")
+        own_report = WAITS if is_waiting else _waiting(seconds, reason)
         reports = self.everyone.reports(own_report)
         if not is_stall:
             return
         late_processes = [
-            f"{k}, which {x or 'reports nothing'}"
-            for k, x in reports.items()
-            if x != WAITING_FOR_DEVICE
+            f"{k}, which {x or 'reports nothing'}" for k, x in reports.items() if x != WAITS
         ]
-        if is_collective and late_processes:
+        if is_waiting and late_processes:
             reason = "; ".join(late_processes[:3])
         # Calls after this step may be under way: their numbers were not read yet.
         text = f"{self.name} {_waiting(seconds, reason)}, after step {run.step:,}"
@@ -220,7 +230,7 @@ def _print(text: str) -> None:
         print(f"tsunax: {text}", file=sys.stderr, flush=True)
 
 
-def _is_compiling(thread: int) -> bool:
-    """Whether JAX traces, lowers or compiles a program in a thread."""
+def _is_in(files: tuple[str, ...], thread: int) -> bool:
+    """Whether a function of these files runs in a thread, or waits for one that it called."""
     frames = traceback.walk_stack(sys._current_frames().get(thread))
-    return any(frame.f_code.co_filename.endswith(COMPILER_FILES) for frame, _ in frames)
+    return any(frame.f_code.co_filename.endswith(files) for frame, _ in frames)
