@@ -52,11 +52,8 @@ COMPILER_FILES = tuple(
 )
 # Files that have a frame on the stack while a process waits for the word of other processes, or
 # for the result of a program, which other processes may run, too.
-WAITING_FILES = (
-    os.path.join("distributed", "_peers.py"),
-    os.path.join("jax", "_src", "array.py"),
-)
-WAITS = "waits"  # the report of a process that waits for a device or for other processes
+WAITING_FILES = (os.path.join("distributed", "_peers.py"), os.path.join("jax", "_src", "array.py"))
+WAITING_REPORT = "waits"  # the report of a process that waits for a device or for other processes
 
 
 def seconds_of(value: Any, where: str, name: str) -> float:
@@ -170,8 +167,11 @@ class Watch(Part):
             if lap[0] == previous_lap[0]:
                 looks += 1
                 # Between the stages of a compilation are moments without such files: two looks.
-                was_compiling, is_compiling = is_compiling, _is_in(COMPILER_FILES, main_thread)
-                flags = was_compiling or is_compiling, _is_in(WAITING_FILES, main_thread)
+                was_compiling, is_compiling = (
+                    is_compiling,
+                    _has_frame_of(COMPILER_FILES, main_thread),
+                )
+                flags = was_compiling or is_compiling, _has_frame_of(WAITING_FILES, main_thread)
                 self._report(run, lap, *flags, is_stall=looks == LOOKS)
             else:
                 if looks >= LOOKS:
@@ -198,12 +198,14 @@ class Watch(Part):
         reason = REASONS[cause] if subject is None else f"{REASONS[cause]} ({name})"
         seconds = time.perf_counter() - start
         is_waiting = is_waiting or cause in ("device", "idle")
-        own_report = WAITS if is_waiting else _waiting(seconds, reason)
+        own_report = WAITING_REPORT if is_waiting else _waiting(seconds, reason)
         reports = self.everyone.reports(own_report)
         if not is_stall:
             return
         late_processes = [
-            f"{k}, which {x or 'reports nothing'}" for k, x in reports.items() if x != WAITS
+            f"{k}, which {x or 'reports nothing'}"
+            for k, x in reports.items()
+            if x != WAITING_REPORT
         ]
         if is_waiting and late_processes:
             reason = "; ".join(late_processes[:3])
@@ -230,7 +232,7 @@ def _print(text: str) -> None:
         print(f"tsunax: {text}", file=sys.stderr, flush=True)
 
 
-def _is_in(files: tuple[str, ...], thread: int) -> bool:
+def _has_frame_of(files: tuple[str, ...], thread: int) -> bool:
     """Whether a function of these files runs in a thread, or waits for one that it called."""
     frames = traceback.walk_stack(sys._current_frames().get(thread))
     return any(frame.f_code.co_filename.endswith(files) for frame, _ in frames)
