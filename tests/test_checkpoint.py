@@ -31,7 +31,7 @@ from campaigns import manifests, training_run
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tests.helpers import assert_trees_equal, error_of, need
 from tsunax._core import durable_files
-from tsunax.checkpoints import _background, _blocks, _home, _matching, _safetensors, checksums, leaves, saving
+from tsunax.checkpoints import _background, _blocks, _home, _matching, _safetensors, checksums, leaves, reading, saving
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.errors import (
@@ -629,7 +629,7 @@ def test_another_state_is_refused_with_both_sides(three, name):
     assert lines[0] == f"checkpoint of another state at {three[0] / '2'}:"
     assert len(lines) <= 13 and "params_only=True" in lines[-1]
     with pytest.raises(CheckpointError) as of_fit:
-        Checkpoints(three[0], read_only=True).resumed(like(), "auto")
+        reading.resumed(Checkpoints(three[0], read_only=True), like(), "auto")
     assert str(of_fit.value) == str(told.value)
 
 

@@ -34,7 +34,7 @@ from tsunax import averages
 from tsunax._core.durable_files import Lock
 from tsunax._core.processes import Alone
 from tsunax._core.stable_text import code_of, values_of
-from tsunax.checkpoints import _home
+from tsunax.checkpoints import _home, reading
 from tsunax.checkpoints.saving import Best, Checkpoints
 from tsunax.checkpoints.script_settings import code_text
 from tsunax.errors import CheckpointError, DataError, RowError, StateError
@@ -283,7 +283,7 @@ def test_what_may_fail_on_one_process_is_read_by_all_together(tmp_path, monkeypa
     with Checkpoints(tmp_path) as checkpoints:
         new = state.replace(params={"w": jnp.full(4, 2.0)})
         with pytest.warns(UserWarning, match=r"differs from it: state\.params\['w'\]"):
-            checkpoints.resumed(new, "auto")
+            reading.resumed(checkpoints, new, "auto")
     assert len(seen) >= 2 and all(seen)
 
 

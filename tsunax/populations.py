@@ -23,7 +23,7 @@ from tsunax._state.state_setup import as_key
 from tsunax.errors import StateError
 from tsunax.hyper import adjust, hyperparams
 from tsunax.state import TrainState
-from tsunax.states import COUNTED, States, each, members_of
+from tsunax.states import States, each, members_of
 
 _State = TypeVar("_State", bound=TrainState | States)
 
@@ -70,7 +70,7 @@ def population(make: Callable[..., _State], n: int, *, key: ArrayLike = 0, **val
     runs: Any = _run_compiled_once(
         lambda *arguments: jax.lax.map(make_member, arguments), keys, values
     )
-    if not isinstance(runs, COUNTED):
+    if not isinstance(runs, TrainState | States):
         raise StateError("result", "make", trees.describe(runs), "a TrainState, as of ts.setup()")
     if not trees.is_traced(runs.clock) and (numbers := hyperparams(runs)):
         adjust(runs, **numbers)  # checks numbers that were tracers inside `make`

@@ -221,9 +221,6 @@ def training_states(tree: PyTree) -> dict[str, TrainState]:
     return {f"{name}/": state for name, state in members.items()}
 
 
-COUNTED = (TrainState, States)  # types of states with a clock
-
-
 def numbers_of(tree: PyTree) -> dict[str, Any]:
     """The live numbers of each training state, by the names of `training_states`."""
     return {title: state.numbers for title, state in training_states(tree).items()}
@@ -257,7 +254,7 @@ def assemble_any(kind: Any, moving: PyTree, fixed: PyTree) -> Any:
 
 def members_of(state: Any) -> int | None:
     """How many members a population has; None for a single state or another object."""
-    if not isinstance(state, COUNTED):
+    if not isinstance(state, Clocked):
         return None
     shape: tuple[int, ...] = state.clock.shape
     return shape[0] if len(shape) > 1 else None

@@ -17,8 +17,7 @@ import numpy as np
 
 from tsunax._core import PyTree, trees
 from tsunax.errors import CheckpointError, WrongTypeError
-from tsunax.state import TrainState
-from tsunax.states import COUNTED
+from tsunax.state import Clocked, TrainState
 
 Keys = tuple[str, ...]
 
@@ -175,7 +174,7 @@ def _walk(x, path: Keys, name: Keys, out: Tree, names: list[Keys]) -> None:
         names.append(name)
         return
     is_box = trees._is_box(x)  # versions of flax differ in whether they wrap values
-    if isinstance(x, COUNTED):
+    if isinstance(x, Clocked):
         out.clocks.append(x.clock)
     if isinstance(x, TrainState):
         out.states[path] = x

@@ -14,7 +14,7 @@ import json
 from typing import Any
 
 from tsunax._core import PyTree
-from tsunax.checkpoints import _matching, _reading
+from tsunax.checkpoints import _matching, reading
 from tsunax.checkpoints._home import LEFT_FOLDER
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, warn
@@ -22,19 +22,12 @@ from tsunax.errors import CheckpointError, warn
 
 def check_can_rewind(saver: Any, step: int) -> None:
     """Raise CheckpointError unless a run at `step` has an earlier checkpoint to which it can go."""
-    if saver is None:
+    if saver is None or not saver.home.can_rewind:
         raise CheckpointError(
             "checkpoints",
             "run.rewind()",
-            got="none",
-            expected="fit(checkpoint=), to which the run can go back",
-        )
-    if not saver.home.can_rewind:
-        raise CheckpointError(
-            "checkpoints",
-            "run.rewind()",
-            got=f"those in {saver.path}",
-            expected="files on a disk, which can be set aside",
+            got="none" if saver is None else f"those in {saver.path}",
+            expected="fit(checkpoint=) with files on a disk, which can be set aside",
         )
     saver.wait()
     if not any(x < step for x in saver.home.steps()):
@@ -67,8 +60,8 @@ def newest_before(saver: Checkpoints, step: int, back: int, like: PyTree) -> Res
 
     steps = json.loads(saver.together("run.rewind()", look)[1][0])
     plan_of = _matching.RestoreRequest(like).plan
-    read = lambda checkpoint_step: _reading.read(saver, checkpoint_step, plan_of)
-    restored, problems = _reading.first_good(saver, steps, read, may_be_replaced=False)
+    read = lambda checkpoint_step: reading.read(saver, checkpoint_step, plan_of)
+    restored, problems = reading.first_good(saver, steps, read, may_be_replaced=False)
     if restored is None:
         raise CheckpointError(
             "checkpoints",

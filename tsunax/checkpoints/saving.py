@@ -8,7 +8,6 @@ Each of several processes writes a part, and reads the parts that it needs. The 
 lists the steps and commits.
 """
 
-import dataclasses
 import json
 import math
 import os
@@ -162,8 +161,8 @@ class Checkpoints:
     ) -> tuple[Any, list[str]]:
         """`together` of all processes, with the run's timeout and kinds of errors."""
         kinds = (Damaged, CheckpointError, SaveError)
-        how = {"timeout": self.timeout + 10, "kinds": kinds, **how}
-        return self.everyone.together(name, f, **how)
+        options = {"timeout": self.timeout + 10, "kinds": kinds} | how
+        return self.everyone.together(name, f, **options)
 
     @property
     def run_id(self) -> str:
@@ -325,47 +324,16 @@ class Checkpoints:
         there, it is of another tree, shape, dtype or rule (up to ten differences, both sides), of
         another run or of a newer format.
         """
-        from tsunax.checkpoints import _matching, _reading
+        from tsunax.checkpoints import _matching, reading
 
         checks.check_flags("restore()", cast=cast, params_only=params_only)
         options = {"step": step, "partial": partial, "cast": cast, "params_only": params_only}
         resume = "must" if resume == "auto" and params_only else resume
         request = _matching.RestoreRequest(like, partial, cast, params_only)
-        read = lambda checkpoint_step: _reading.read(
+        read = lambda checkpoint_step: reading.read(
             self, checkpoint_step, request.plan, request.skips_optimizer
         )
-        return _reading.newest(self, like, step, resume, options, read)
-
-    def _as_saved(self, step: int, like: PyTree) -> Restored:
-        """A checkpoint with all of its numbers, also if the script has edited them since then."""
-        from tsunax.checkpoints import _matching, _reading
-
-        request = _matching.RestoreRequest(like)
-        plan_of = lambda manifest, folder: dataclasses.replace(
-            request.plan(manifest, folder), merges={}, edited=[]
-        )
-        return _reading.read(self, step, plan_of)
-
-    def _contents(self, step: int) -> Restored:
-        """Data, history, callbacks and script of a checkpoint; its `state` has only the clocks."""
-        from tsunax.checkpoints import _matching, _reading
-
-        return _reading.read(self, step, _matching.plan_of_clocks)
-
-    def _changed_leaves(self, step: int, state: PyTree) -> list[str]:
-        """The leaves of a state with other bits than a checkpoint has, by their hashes."""
-        from tsunax.checkpoints import _reading
-
-        return _reading.changed_leaves(self, step, state)
-
-    def resumed(self, state: PyTree, resume: str) -> Restored:
-        """Where `fit` continues: the newest good checkpoint, or `state` if it is further."""
-        from tsunax.checkpoints import _reading
-
-        read = lambda checkpoint_step: _reading.newer_of_checkpoint_and_state(
-            self, checkpoint_step, state
-        )
-        return _reading.newest(self, state, None, resume, {}, read)
+        return reading.newest(self, like, step, resume, options, read)
 
     def steps(self) -> list[int]:
         """The steps with a complete checkpoint, in order; arrays are verified by `restore`."""

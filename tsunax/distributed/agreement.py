@@ -21,7 +21,8 @@ import jax
 from tsunax._core import Function, PyTree, processes, stable_text, trees
 from tsunax.data.positions import Data
 from tsunax.errors import DataError, ProcessError, StateError, told, warn
-from tsunax.states import COUNTED, check_local_members
+from tsunax.state import TrainState
+from tsunax.states import States, check_local_members
 
 SMALL = 1 << 16  # bytes of an array that is compared in full
 
@@ -172,7 +173,7 @@ class Agreement(processes.Unanimous):
         if self._speaks and any(changed for _, changed in everyone):
             from tsunax.hyper import hyperparams
 
-            numbers = hyperparams(state) if isinstance(state, COUNTED) else {}
+            numbers = hyperparams(state) if isinstance(state, TrainState | States) else {}
             things = {"hyperparams": numbers, "state": without_large_arrays(state)}
             self._compare(f"the callbacks of {place}", things)
         return next((request for request, _ in everyone if any(request)), ("", None))

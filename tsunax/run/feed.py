@@ -30,7 +30,8 @@ from tsunax.errors import DataError, warn
 from tsunax.program import TrainStep
 from tsunax.run import chunks, fused_loop, info_columns
 from tsunax.run.chunks import NO_LIMIT, Chunk, Feeder, Limits
-from tsunax.states import COUNTED, members_of
+from tsunax.state import Clocked
+from tsunax.states import members_of
 
 # A call has room for `steps_per_call` batches up to this; above it only for the steps of the run.
 MOST_ROOM = 1024
@@ -270,8 +271,8 @@ def _is_resident(data: Any, home: Any) -> bool:
 
 def _is_new(state: PyTree) -> bool:
     """Whether no step was called with the `TrainState`, or with any state in the tree."""
-    parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, COUNTED))
-    parts = [x for x in parts if isinstance(x, COUNTED)]
+    parts = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Clocked))
+    parts = [x for x in parts if isinstance(x, Clocked)]
     return bool(parts) and not any(map(info_columns.most_calls, parts))
 
 

@@ -13,7 +13,8 @@ from tsunax._core import Function, PyTree, Scalar, TreeDef, tables
 from tsunax.errors import RowError
 from tsunax.rules.number_table import Numbers
 from tsunax.run.history import OF_FIT
-from tsunax.states import COUNTED, States, check_local_members, numbers_of, training_states
+from tsunax.state import Clocked
+from tsunax.states import States, check_local_members, numbers_of, training_states
 from tsunax.step import StepInfo
 
 # Columns of one name, for 1,000 classes or members. A matrix of more would fill the memory.
@@ -58,8 +59,7 @@ class Infos:
         columns = iter(np.concatenate([part.table[:n] for part, n in parts]).T)
         other_columns = zip(*([x[:n] for x in part.other_leaves] for part, n in parts), strict=True)
         infos = self._unflattened(columns, map(np.concatenate, other_columns), np.ndarray.view)
-        scheduled_columns = (x.view(np.float32) for x in columns)
-        return infos, dict(zip(self.named, scheduled_columns, strict=True))
+        return infos, {name: next(columns).view(np.float32) for name in self.named}
 
     def stacked(self, state: PyTree, rows: Any = ...) -> PyTree:
         """The infos of some rows, or of one, as a step would give them, with a state's numbers."""
@@ -287,7 +287,7 @@ def histograms(infos: PyTree, i: int) -> dict[str, Any]:
 
 def counts_of(state: PyTree) -> np.ndarray:
     """The clock of a state on the host: int (4,), or (members, 4); zeros without a clock."""
-    if not isinstance(state, COUNTED):
+    if not isinstance(state, Clocked):
         return np.zeros(4, int)
     if isinstance(state.clock, jax.Array):
         check_local_members(state, "fit()")
@@ -297,15 +297,10 @@ def counts_of(state: PyTree) -> np.ndarray:
 
 def logged_step(state: PyTree, default: int) -> int:
     """The step of a state's clock; for a population the calls, because steps of members differ."""
-    if not isinstance(state, COUNTED):
+    if not isinstance(state, Clocked):
         return default
     counts = counts_of(state)
     return int(counts[0] if counts.ndim == 1 else np.max(counts[..., 1]))
-
-
-def counts_calls(state: PyTree) -> bool:
-    """Whether `logged_step` of a state is its calls, as for a population."""
-    return counts_of(state).ndim > 1
 
 
 def most_calls(state: PyTree) -> int:

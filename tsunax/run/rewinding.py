@@ -32,8 +32,9 @@ from tsunax.checkpoints.saving import Restored
 from tsunax.errors import HyperparameterError, StateError, WrongTypeError, warn
 from tsunax.hyper import adjust, hyperparams
 from tsunax.run.history import History
-from tsunax.run.info_columns import counts_calls, counts_of, most_calls
-from tsunax.states import COUNTED, training_states
+from tsunax.run.info_columns import counts_of, most_calls
+from tsunax.state import Clocked
+from tsunax.states import refuse_population, training_states
 
 # The rows that a loss is compared with. With more, a loss that falls fast hides its spikes; with
 # fewer, noise makes some.
@@ -60,13 +61,10 @@ class Rewind:
 
     def check(self, run: Any) -> None:
         """Raise unless this run can go back now. See `Run.rewind`."""
-        if not isinstance(run.state, COUNTED):
-            raise StateError(
-                "state",
-                "run.rewind()",
-                got=trees.describe(run.state),
-                expected="a TrainState or States",
-            )
+        if not isinstance(run.state, Clocked):
+            got = trees.describe(run.state)
+            raise StateError("state", "run.rewind()", got, "a TrainState or States")
+        refuse_population(run.state, "run.rewind()", "Its steps are its calls.")
         rewinds.check_can_rewind(run.saver, run.step)
         slowed(run.state, self.factor)
 
@@ -105,13 +103,6 @@ def go_back(saving: Any, run: Any) -> Restored:
 
     `saving` is the part that saves the run.
     """
-    if counts_calls(run.state):
-        raise StateError(
-            "state",
-            "run.rewind()",
-            got="a population",
-            expected="a TrainState or States with steps that are not its calls",
-        )
     request, saver, calls = run.rewinding, saving.saver, most_calls(run.state)
     restored = rewinds.newest_before(saver, run.step, request.back, saving.like)
     step: Any = restored.step
@@ -164,8 +155,7 @@ def plain_place(place: Any) -> Any:
 def memory_after(saving: Any, restored_memory: Mapping[str, Any]) -> dict[str, Any]:
     """The memory of callbacks in the checkpoint, with the current values that outlive rewinds."""
     memory, options = {name: {**x} for name, x in restored_memory.items()}, saving.options
-    callbacks = (*options.callbacks, *options.parts)
-    for name, callback in zip(options.names, callbacks, strict=True):
+    for name, callback in zip(options.names, (*options.callbacks, *options.parts), strict=True):
         current = saving.memory.get(name, {})
         for key in getattr(getattr(callback, "fn", callback), "outlives_rewinds", ()):
             if key in current:

@@ -15,7 +15,7 @@ import numpy as np
 
 from tsunax._core import PyTree, Step, StrPath, processes, trees
 from tsunax._core.cadence import When
-from tsunax.checkpoints import script_settings
+from tsunax.checkpoints import reading, script_settings
 from tsunax.checkpoints.edits import Edit, bounded, dump_edits, edit_of, parse_edits
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, told, warn
@@ -25,8 +25,7 @@ from tsunax.run.info_columns import most_calls
 from tsunax.run.options import Options
 from tsunax.run.part import EachBoundary, Part
 from tsunax.run.run import INTERRUPTED, Beginning, Run
-from tsunax.state import TrainState, own
-from tsunax.states import COUNTED
+from tsunax.state import Clocked, TrainState, own
 
 
 def opened(checkpoint: StrPath | Checkpoints) -> contextlib.AbstractContextManager[Checkpoints]:
@@ -55,7 +54,7 @@ class Restart:
         options: Options,
     ) -> "Restart":
         with options.clock("checkpoint"):
-            restored = saver.resumed(state, options.resume)
+            restored = reading.resumed(saver, state, options.resume)
         is_in_hand = restored.step is not None and restored.state is state
         script = script_settings.script_of(step, state, data, options.extra)
         if is_in_hand and options.history is not None:
@@ -80,9 +79,9 @@ class Restart:
     def foreign_edit(self) -> tuple[str, int] | None:
         """`(source, calls)` of a change of the state since the checkpoint that no callback made."""
         if self.is_in_hand:
-            clocks = self.saver._contents(self.step or 0).state
+            clocks = reading.contents(self.saver, self.step or 0).state
             return "the state given to fit", max(int(np.max(x[..., 1])) for x in clocks) + 1
-        if self.restored.is_edited and isinstance(self.restored.state, COUNTED):
+        if self.restored.is_edited and isinstance(self.restored.state, Clocked):
             return "numbers that the script has edited", most_calls(self.restored.state)
         return None
 
@@ -144,7 +143,7 @@ def _with_own_numbers(like: PyTree) -> PyTree:
 
 
 def _calls_of(run: Run) -> int:
-    return most_calls(run.state) if isinstance(run.state, COUNTED) else run.step
+    return most_calls(run.state) if isinstance(run.state, Clocked) else run.step
 
 
 def _key_of(run: Run, place: Mapping[str, Any]) -> tuple[int, int, int]:
@@ -274,7 +273,7 @@ class Saving(EachBoundary):
         """Record the changes of callbacks. Returns whether the state has to be saved for one."""
         if any(x is not self.extra.get(name) for name, x in self.options.extra.items()):
             self.untold_changes.setdefault("extra", [run.step, _calls_of(run), run.step])
-        if not isinstance(run.state, COUNTED):
+        if not isinstance(run.state, Clocked):
             return False
         calls, must_save = most_calls(run.state), False
         if self.foreign_edit is not None and "start" in events:

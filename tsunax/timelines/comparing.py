@@ -4,7 +4,6 @@ A manifest has a hash of each leaf, so two checkpoints of a step are compared wi
 """
 
 import contextlib
-import dataclasses
 import itertools
 import os
 from collections.abc import Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import Figure, Function, PyTree, tables, trees
-from tsunax.checkpoints import leaves
+from tsunax.checkpoints import leaves, reading
 from tsunax.checkpoints.edits import Edit, edits_of_line, parse_edits
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.checkpoints.saving import Checkpoints, Restored
@@ -38,7 +37,7 @@ class SavedRun:
     def values(self, step: int) -> Restored:
         """Data, history, callbacks and script of a checkpoint; of its state only the counts."""
         if step not in self._values:
-            self._values[step] = self.checkpoints._contents(step)
+            self._values[step] = reading.contents(self.checkpoints, step)
         return self._values[step]
 
     def script(self, step: int) -> Mapping[str, Any]:
@@ -103,10 +102,6 @@ class SavedRun:
         script = self.script(newest)
         return bool(script.get("is_looped", script))  # {} if the user's loop called the step
 
-    def is_fresh(self, step: int) -> bool:
-        """Whether a checkpoint was saved right after the call that first made its step."""
-        return bool(self.script(step).get("is_fresh", False))
-
     def compared(self, second: "SavedRun") -> "Comparison":
         """A comparison of this run with a second run."""
         common = sorted({*self.steps} & {*second.steps})
@@ -155,10 +150,6 @@ class Comparison:
     differs_at: int | None
     leaves: list[str]  # the leaves with other bits there
     is_exact: bool = False  # whether `differs_at` is the first step with other bits
-
-    def at_exact_step(self, step: int, leaves: list[str]) -> "Comparison":
-        """The comparison with the first step that differs, from a replay of both runs."""
-        return dataclasses.replace(self, differs_at=step, leaves=leaves, is_exact=True)
 
     @property
     def _kind(self) -> str:

@@ -9,7 +9,6 @@ A state of the line is read from the newest checkpoint before it, or made from t
 then the calls of the run are made again, with the same bits.
 """
 
-import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -18,14 +17,14 @@ import jax
 import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, StrPath, Where, checks, trees
-from tsunax.checkpoints import script_settings
+from tsunax.checkpoints import reading, script_settings
 from tsunax.checkpoints.edits import Edit, edits_of_line, edits_through, starts_with
 from tsunax.checkpoints.leaves import Damaged
 from tsunax.checkpoints.rewinds import left_run
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.errors import CheckpointError, StateError, WrongTypeError, warn
 from tsunax.run.history import History
-from tsunax.states import COUNTED
+from tsunax.state import Clocked
 from tsunax.timelines.branching import branched
 from tsunax.timelines.comparing import Comparison, SavedRun, different_leaves, first_difference
 from tsunax.timelines.explaining import Explanation, explained
@@ -71,12 +70,12 @@ def timeline(
     With `run` alone it reads files: `steps`, `edits`, `compare`. The other methods need the rest.
     """
     checks.check_count(max_replay, "timeline()", "max_replay")
-    if step is not None and not callable(step):
-        raise WrongTypeError("step", "timeline()", trees.describe(step), "the step of the run")
     saved = SavedRun(run if isinstance(run, Checkpoints) else Checkpoints(run, read_only=True))
     first_state = state() if callable(state) else state
     first = jax.eval_shape(lambda: first_state) if callable(state) else state  # no arrays
-    if first is not None and not isinstance(first, COUNTED):
+    if step is not None and not callable(step):
+        raise WrongTypeError("step", "timeline()", trees.describe(step), "the step of the run")
+    if first is not None and not isinstance(first, Clocked):
         expected = "a TrainState or States, whose calls are counted"
         raise WrongTypeError("state", "timeline()", trees.describe(first), expected)
     if isinstance(data, Iterator):
@@ -126,7 +125,7 @@ class Timeline:
         gradient. Steps of a population are calls. Raises StateError for a moment that the run has
         not reached by its newest checkpoint, and if more than `max_replay` calls would be needed.
         """
-        return self._moment(step, calls).state
+        return self._moment(step, calls=calls).state
 
     def batch(self, step: int | None = None, *, calls: int | None = None) -> StepBatch:
         """The batch of the call that first made a step, with the numbers of its rows.
@@ -147,14 +146,14 @@ class Timeline:
         high = self._newest_step("bisect()") if high is None else high
         if low >= high:
             raise StateError("low", "bisect()", f"{low} and high={high}", "a step below high")
-        start, replays = self._moment(low, None), 1
-        for step, moment, expected in ((low, start, False), (high, self._moment(high, None), True)):
+        start, replays = self._moment(low), 1
+        for step, moment, expected in ((low, start, False), (high, self._moment(high), True)):
             if bool(test(moment.state)) is not expected:
                 text = f"{not expected} at step {step}"
                 raise StateError("test", "bisect()", text, f"{expected} there")
         while high - low > 1:
             middle = (low + high) // 2
-            moment, replays = self._moment(middle, None, start), replays + 1
+            moment, replays = self._moment(middle, start), replays + 1
             if bool(test(moment.state)):
                 high = middle
             else:
@@ -167,12 +166,12 @@ class Timeline:
         self._look()
         call = self._call(step, calls)
         rows, start = rows_of(self._script.data, call.start.place, call.batch), call.start
-        with self._line_of(calls):
-            if calls is None:
-                earlier = self._reached(max(0, start.step - 10), None)
-            else:
-                earlier = self._reached(None, max(0, start.calls - 10), line_calls=calls)
-            return explained(self._script, earlier, call, rows)
+        line = self._line_of(calls)
+        if calls is None:
+            earlier = self._reached(line, max(0, start.step - 10), None)
+        else:
+            earlier = self._reached(line, None, max(0, start.calls - 10), line_calls=calls)
+        return explained(line, earlier, call, rows)
 
     def audit(self, first: int | None = None, last: int | None = None) -> list[str]:
         """The leaves that differ at the checkpoint `last` after a replay from `first`; [] for none.
@@ -185,9 +184,9 @@ class Timeline:
             return self.saved.broken_links()
         if first is None or last is None:
             raise WrongTypeError("steps", "audit()", f"{first} and {last}", "two steps, or none")
-        self._look()
         first = checks.check_count(first, "audit()", "first", 0)
         last = checks.check_count(last, "audit()", "last", 0)
+        self._look()
         for step in (first, last):
             if step not in self.steps:
                 raise CheckpointError("step", "audit()", step, f"one of {self.steps}")
@@ -199,9 +198,9 @@ class Timeline:
             got = f"{first} and {last}, which have other edits"
             raise StateError("steps", "audit()", got, "checkpoints of one record of edits")
         self._check_untold_changes(start, last, calls)
-        with self._with_edits(edits):
-            end = self._advanced(start, None, calls)
-        return self.saved.checkpoints._changed_leaves(last, end.state)
+        line = dataclasses.replace(self._script, edits=edits)
+        end = self._advanced(line, start, None, calls)
+        return reading.changed_leaves(self.saved.checkpoints, last, end.state)
 
     def branch(
         self, step: int, into: StrPath, where: Where = "**", *, skip: int = 0, **numbers: Any
@@ -216,7 +215,7 @@ class Timeline:
         Raises CheckpointError if `into` has steps, StateError for a step that is not saved if
         callbacks have memory, which no replay makes.
         """
-        moment = self._moment(step, None)
+        moment = self._moment(step)
         place = moment.place
         if skip := checks.check_count(skip, "branch()", "skip", 0):
             if self._script.data is None:
@@ -240,15 +239,11 @@ class Timeline:
         if self._script.step is None or second._script.step is None:
             return comparison
         high = newest if comparison.differs_at is None else comparison.differs_at
-        states = [line._moment(high, None).state for line in lines]
-        if not (names := different_leaves(*states)):
+        if not (names := different_leaves(*(line._moment(high).state for line in lines))):
             return comparison
         low = max((step for step in comparison.common_steps if step < high), default=0)
-        moments = [line._moment_of_step for line in lines]
-        return comparison.at_exact_step(*first_difference(moments, low, high, names))
-
-    def _moment_of_step(self, step: int, near: Moment | None = None) -> Moment:
-        return self._moment(step, None, near)
+        first, names = first_difference([line._moment for line in lines], low, high, names)
+        return dataclasses.replace(comparison, differs_at=first, leaves=names, is_exact=True)
 
     def _newest_step(self, where: str) -> int:
         if (newest := self.saved.newest) is None:
@@ -262,40 +257,34 @@ class Timeline:
         edits, is_looped = self.saved.edits(), self.saved.is_looped()
         self._script = dataclasses.replace(self._script, edits=edits, is_looped=is_looped)
 
-    def _moment(self, step: int | None, calls: int | None, near: Moment | None = None) -> Moment:
+    def _moment(
+        self, step: int | None = None, near: Moment | None = None, *, calls: int | None = None
+    ) -> Moment:
         """The moment of a step, or of a number of calls; `near` is an earlier moment, if known."""
         check_moment(step, calls, 0)
         if near is None:
             self._look()
-        with self._line_of(calls):
-            return self._reached(step, calls, near)
+        return self._reached(self._line_of(calls), step, calls, near)
 
-    @contextlib.contextmanager
-    def _with_edits(self, edits: list[Edit]) -> Iterator[None]:
-        """A block with other edits of the line."""
-        script, self._script = self._script, dataclasses.replace(self._script, edits=edits)
-        try:
-            yield
-        finally:
-            self._script = script
-
-    def _line_of(self, calls: int | None) -> contextlib.AbstractContextManager[None]:
-        """A block with the line on which the call of this number was made; None: the current."""
+    def _line_of(self, calls: int | None) -> Script:
+        """The script on the line on which the call of this number was made; None: the current."""
         edits = self.saved.all_edits(self.saved.newest)
-        return self._with_edits(edits_through(edits, calls) if calls else edits_of_line(edits))
+        line_edits = edits_through(edits, calls) if calls else edits_of_line(edits)
+        return dataclasses.replace(self._script, edits=line_edits)
 
     def _reached(
         self,
+        line: Script,
         step: int | None,
         calls: int | None,
         near: Moment | None = None,
         line_calls: int | None = None,
     ) -> Moment:
-        """A moment of the line that the script has now: the line of the call `line_calls`."""
+        """A moment of a line, which is the line of the call `line_calls`."""
         count = self._checked_count(step, calls)
         line_calls = calls if line_calls is None else line_calls
-        start = self._start(count, line_calls, near)
-        moment = self._script.edited(self._advanced(start, step, calls))
+        start = self._start(line, count, line_calls, near)
+        moment = line.edited(self._advanced(line, start, step, calls))
         self._check_untold_changes(start, moment.step, moment.calls)
         return moment
 
@@ -314,27 +303,27 @@ class Timeline:
         changes = self.saved.script(self._newest_step("timeline")).get("untold_changes", {})
         for name, (first, calls, last) in changes.items():
             if end_calls > max(start.calls, calls):
-                how = f"arrays of the data changed in place between steps {first} and"
-                if name == "extra":
-                    how = "a callback replaced extra at step"
-                got = f"a replay of steps {start.step + 1} to {end_step}, but {how} {last}"
-                expected = f"a checkpoint, or a step up to {first}"
-                raise StateError(name, "timeline", got, expected)
+                change = f"arrays of the data changed in place between steps {first} and {last}"
+                change = f"a callback replaced extra at step {last}" if name == "extra" else change
+                got = f"a replay of steps {start.step + 1} to {end_step}, but {change}"
+                raise StateError(name, "timeline", got, f"a checkpoint, or a step up to {first}")
 
     def _call(self, step: int | None, calls: int | None) -> ReplayedCall:
         """The call that first made a step, or the call of that number."""
         check_moment(step, calls, 1)
         self._checked_count(step, calls)
         if step is not None:
-            for call in self._script.calls(self._moment(step - 1, None)):
+            for call in self._script.calls(self._moment(step - 1)):
                 self._check_length(call.start.calls, call.end.calls)
                 if call.end.step >= step:
                     return call
         count = calls or 0
-        with self._line_of(count):
-            return next(self._script.calls(self._reached(None, count - 1, line_calls=count)))
+        line = self._line_of(count)
+        return next(line.calls(self._reached(line, None, count - 1, line_calls=count)))
 
-    def _start(self, count: int, line_calls: int | None, near: Moment | None) -> Moment:
+    def _start(
+        self, line: Script, count: int, line_calls: int | None, near: Moment | None
+    ) -> Moment:
         """The newest checkpoint that is not beyond the moment, `near`, or the first state.
 
         The moment is a number of calls on the line of the call `line_calls`, or without it a step.
@@ -345,11 +334,11 @@ class Timeline:
         for run, saved_step in sorted(runs, key=lambda x: x[1], reverse=True):
             if near is not None and saved_step <= near.step:
                 break
-            if saved_step > count or not self._is_on_line(run, saved_step):
+            if saved_step > count or not _is_on_line(line, run, saved_step):
                 continue
             moment = self._restored(run, saved_step)
             # At the step itself later calls may have been rejected before it was saved.
-            is_fresh = saved_step < count or run.is_fresh(saved_step)
+            is_fresh = saved_step < count or run.script(saved_step).get("is_fresh", False)
             if moment.calls <= count if is_of_calls else is_fresh:
                 return moment
         if near is not None:
@@ -360,10 +349,10 @@ class Timeline:
         self._compare_settings(first.state, saved_script)
         is_edited = saved_script.get("is_script_edited")
         if (first.calls and count != (first.calls if is_of_calls else first.step)) or is_edited:
-            edited = "numbers that the script has edited since the run began"
-            got = edited if is_edited else f"a state after {first.calls} calls"
+            edits = ", and numbers that the script has edited" if is_edited else ""
+            got = f"a state after {first.calls} calls{edits}"
             raise StateError("state", "timeline", got, "the first state, or a checkpoint before")
-        return self._script.edited(first)
+        return line.edited(first)
 
     def _left_runs(self, calls: int) -> list[SavedRun]:
         """The checkpoints that the first rewind after these calls left, if they are kept."""
@@ -373,19 +362,11 @@ class Timeline:
         checkpoints = None if first is None else left_run(self.saved.checkpoints, first)
         return [SavedRun(checkpoints)] if checkpoints else []
 
-    def _is_on_line(self, run: SavedRun, saved_step: int) -> bool:
-        """Whether a checkpoint can be read, and its edits are the first edits of the line."""
-        try:
-            edits = run.edits(saved_step)
-        except Damaged:
-            return False
-        return starts_with(self._script.edits, edits)
-
     def _restored(self, run: SavedRun, saved_step: int) -> Moment:
         self._check_script("state")
         first = self._first_state
         like = first() if callable(first) else first
-        restored = run.checkpoints._as_saved(saved_step, like)
+        restored = reading.as_saved(run.checkpoints, saved_step, like)
         self._compare_settings(like, restored.script)
         return Moment(restored.state, restored.data, len(run.edits(saved_step)))
 
@@ -399,13 +380,13 @@ class Timeline:
         for note in script_settings.edits(saved_settings, facts["settings"]):
             warn(f"timeline(): {note} A replay need not have the bits of the run.")
 
-    def _advanced(self, start: Moment, step: int | None, calls: int | None) -> Moment:
-        moment = self._script.edited(start)
+    def _advanced(self, line: Script, start: Moment, step: int | None, calls: int | None) -> Moment:
+        moment = line.edited(start)
         while (count := (step or 0) - moment.step if calls is None else calls - moment.calls) > 0:
             self._check_script("step")
-            check_data(self._script.data, self.saved.values(self._newest_step("timeline")).data)
+            check_data(line.data, self.saved.values(self._newest_step("timeline")).data)
             self._check_length(start.calls, moment.calls + count)
-            moment = self._script.advanced(moment, count).end
+            moment = line.advanced(moment, count).end
         return moment
 
     def _check_length(self, first_call: int, last_call: int) -> None:
@@ -418,3 +399,11 @@ class Timeline:
         value = self._script.step if name == "step" else self._first_state
         if value is None:
             raise WrongTypeError(name, "timeline()", "None", WHOLE_SCRIPT)
+
+
+def _is_on_line(line: Script, run: SavedRun, saved_step: int) -> bool:
+    """Whether a checkpoint can be read, and its edits are the first edits of the line."""
+    try:
+        return starts_with(line.edits, run.edits(saved_step))
+    except Damaged:
+        return False

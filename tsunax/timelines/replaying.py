@@ -115,10 +115,14 @@ class Script:
             if start.place is not None:
                 feed.restore(start.place, fast_forward=False)
             if calls and not feed.try_place()[1]:
-                got = f"{trees.describe(self.data)} without a position, for a replay of calls "
-                got += f"{start.calls + 1} to {start.calls + calls}"
-                fix = "A saved step needs no replay."
-                raise StateError("data", "timeline", got, "data that can go to a position", fix)
+                span = f"of calls {start.calls + 1} to {start.calls + calls}"
+                raise StateError(
+                    "data",
+                    "timeline",
+                    got=f"{trees.describe(self.data)} without a position, for a replay {span}",
+                    expected="data that can go to a position",
+                    fix="A saved step needs no replay.",
+                )
             yield feed
         finally:
             feed.return_data()
@@ -140,8 +144,7 @@ class Script:
                     is_stacked = isinstance(infos, Infos)
                     info = infos.stacked(state, chunk.steps - 1) if is_stacked else infos
             feed.sync()
-            end = Moment(state, feed.place(), start.edit_count)
-            return ReplayedCall(start, end, batch, info)
+            return ReplayedCall(start, Moment(state, feed.place(), start.edit_count), batch, info)
 
     def calls(self, start: Moment) -> Iterator[ReplayedCall]:
         """The calls after a moment one by one, without end."""
@@ -175,8 +178,9 @@ def check_data(data: Any, saved_place: Mapping[str, Any] | None) -> None:
 def check_moment(step: int | None, calls: int | None, lowest: int) -> None:
     """Raise unless a step or a number of calls is given, and at least `lowest`."""
     if (step is None) == (calls is None):
-        got = f"step={step}, calls={calls}"
-        raise WrongTypeError("moment", "timeline", got, "a step, or calls=")
+        raise WrongTypeError(
+            "moment", "timeline", got=f"step={step}, calls={calls}", expected="a step, or calls="
+        )
     name = "calls" if step is None else "step"
     checks.check_count(calls if step is None else step, "timeline", name, lowest)
 

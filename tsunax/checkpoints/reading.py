@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from tsunax._core import Function, checks, durable_files, trees
+from tsunax._core import Function, PyTree, checks, durable_files, trees
 from tsunax._step.finite_state import warn_if_not_finite
 from tsunax.checkpoints import (
     _background,
@@ -22,12 +22,12 @@ from tsunax.checkpoints import (
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints.manifest import Restored
 from tsunax.errors import CheckpointError, StateError, warn
-from tsunax.states import COUNTED
+from tsunax.state import Clocked
 
 
 def newest(
-    run,
-    like,
+    run: Any,
+    like: PyTree,
     step: int | str | None,
     resume: str,
     options: Mapping,
@@ -35,8 +35,7 @@ def newest(
 ) -> Restored:
     """`read(step)` for the newest good checkpoint of a run, for its best, or for a given step."""
     checks.check_choice(resume, "restore()", "resume", ("auto", "must", "never"))
-    settings = {"resume": resume, **options}
-    run.everyone.compare("restore()", lambda: settings, run.timeout + 10)
+    run.everyone.compare("restore()", lambda: {"resume": resume, **options}, run.timeout + 10)
 
     def look():
         run.wait()
@@ -101,7 +100,7 @@ def _candidates(run, step: int | str | None, steps: list[int]) -> list[int]:
 
 
 def first_good(
-    run, candidates: list[int], read: Callable[[int], Restored], may_be_replaced: bool
+    run: Any, candidates: list[int], read: Callable[[int], Restored], may_be_replaced: bool
 ) -> tuple[Restored | None, list[str]]:
     """The last candidate that is good, and the problems of those after it, which it warns of."""
     problems: list[str] = []
@@ -133,7 +132,7 @@ def _listed(steps: list[int]) -> str:
     return trees.listed([*map(str, steps)], 10) or "none"
 
 
-def read(run, step: int, plan_of: Function, skips_optimizer: bool = False) -> Restored:
+def read(run: Any, step: int, plan_of: Function, skips_optimizer: bool = False) -> Restored:
     """One checkpoint: compared, then read, then verified. Raises Damaged, CheckpointError.
 
     `plan_of(manifest, folder)` is the `RestorePlan`. Without the optimizer, values of the user
@@ -185,7 +184,25 @@ def read(run, step: int, plan_of: Function, skips_optimizer: bool = False) -> Re
     return Restored(state, step=step, is_edited=bool(plan.edited), **values_by_name)
 
 
-def newer_of_checkpoint_and_state(run, checkpoint_step: int, state) -> Restored:
+def contents(run: Any, step: int) -> Restored:
+    """Data, history, callbacks and script of a checkpoint; its `state` has only the clocks."""
+    return read(run, step, _matching.plan_of_clocks)
+
+
+def as_saved(run: Any, step: int, like: PyTree) -> Restored:
+    """A checkpoint with all of its numbers, also if the script has edited them since then."""
+    plan = _matching.RestoreRequest(like).plan
+    plan_of = lambda *about: dataclasses.replace(plan(*about), merges={}, edited=[])
+    return read(run, step, plan_of)
+
+
+def resumed(run: Any, state: PyTree, resume: str) -> Restored:
+    """Where `fit` continues: the newest good checkpoint, or `state` if it is further."""
+    read_newer = lambda step: newer_of_checkpoint_and_state(run, step, state)
+    return newest(run, state, None, resume, {}, read_newer)
+
+
+def newer_of_checkpoint_and_state(run: Any, checkpoint_step: int, state: PyTree) -> Restored:
     """The checkpoint of a step, or the given state with the other parts of the checkpoint.
 
     A fresh state, or the run's initial state, is replaced by the checkpoint. For any other state
@@ -194,7 +211,7 @@ def newer_of_checkpoint_and_state(run, checkpoint_step: int, state) -> Restored:
     plan_of, calls = _matching.RestoreRequest(state).plan, state_facts.total_calls(state)
     if not calls:
         return read(run, checkpoint_step, plan_of)
-    restored = read(run, checkpoint_step, _matching.plan_of_clocks)
+    restored = contents(run, checkpoint_step)
     saved_calls = int(sum(np.sum(clock[..., 1]) for clock in restored.state))
     script = restored.script
     calls_at_start = script.get("calls") if isinstance(script, dict) else 0
@@ -207,7 +224,7 @@ def newer_of_checkpoint_and_state(run, checkpoint_step: int, state) -> Restored:
             warn(f"{text}: the checkpoint's goes on. For the state given, give another path.")
         return read(run, checkpoint_step, plan_of)
     # A tree of several states has no clock, so the position in its data is not known.
-    if step < checkpoint_step or (calls > saved_calls and not isinstance(state, COUNTED)):
+    if step < checkpoint_step or (calls > saved_calls and not isinstance(state, Clocked)):
         raise StateError(
             "state",
             "fit()",
@@ -223,7 +240,7 @@ def newer_of_checkpoint_and_state(run, checkpoint_step: int, state) -> Restored:
     return dataclasses.replace(restored, state=state)
 
 
-def changed_leaves(run, checkpoint_step: int, state) -> list[str]:
+def changed_leaves(run: Any, checkpoint_step: int, state: PyTree) -> list[str]:
     """The leaves of a state that differ from the saved ones, by their hashes: no array is read."""
     tree = leaves.tree_of(state)
 
