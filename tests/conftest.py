@@ -59,6 +59,11 @@ for _name, _handler in (("SIGINT", signal.default_int_handler), ("SIGHUP", signa
 # A developer's own preference must not decide where the tests run.
 os.environ.pop("TSUNAX_DEVICE", None)
 
+# Every file of a checkpoint is synced, and tests wait for that: in memory it costs nothing. The folders of tests that
+# passed are removed (tmp_path_retention_policy). A container may have only 64 MB there.
+if os.path.isdir("/dev/shm") and shutil.disk_usage("/dev/shm").free > 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", "/dev/shm")
+
 # Equal programs are compiled once in a session, by whichever worker is first: a folder that the workers share, and that
 # goes with the process that made it. Not an environment variable of jax: the programs that tests start compile anew.
 # `count_compiles` counts what jax asks the compiler for, also when the folder has the answer; a doctest there holds it.
