@@ -110,6 +110,12 @@ def test_what_is_each_ones_own_and_what_one_does_wrong(launch, tmp_path, monkeyp
 
 
 @pytest.mark.slow
+def test_a_save_that_fails_late_on_one_process_deletes_no_older_one(launch):
+    for text, *restored in answers(launch(2, "fails_late")):
+        assert "other bytes than were saved" in text and restored == [[2], 2, True]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("counts", [(2, 1, 2), (1, 4, 2)])
 def test_a_run_goes_on_with_other_processes(launch, tmp_path, counts):
     """In the middle of an epoch of four batches, the last one short: no row is left out or read twice."""

@@ -256,6 +256,28 @@ def told(f, *args, **kwargs) -> str:
     return ""
 
 
+def fails_late(folder: Path) -> list:
+    """Save a step again with orbax, which fails on process 1 after process 0 has committed; and what is restored."""
+    from tsunax.checkpoints._orbax_home import Damaged, OrbaxHome
+
+    def failing_commit(*arguments):
+        commit(*arguments)
+        time.sleep(0.5)
+        raise Damaged("other bytes than were saved")
+
+    spread, commit = ts.mesh(data=1, fsdp=-1), OrbaxHome.commit
+    state = ts.shard(trained(), spread)
+    with ts.Checkpoints(folder / "run", store="orbax") as checkpoints:
+        checkpoints.save(state)
+        checkpoints.wait()
+        OrbaxHome.commit = failing_commit if distributed.process_index() else commit
+        text = told(lambda: (checkpoints.save(state), checkpoints.wait()))
+        OrbaxHome.commit = commit
+        steps = checkpoints.steps()
+    restored = ts.Checkpoints(folder / "run", read_only=True).restore(ts.shard(blank(), spread))
+    return [text, steps, restored.step, same(restored.state, trained())]
+
+
 def full_disk(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -272,7 +294,9 @@ def other_rule():
 
 def main(work: str, folder: str) -> None:
     distributed.start(**json.loads(os.environ.get("TSUNAX_TEST_START", "{}")))
-    found = {f.__name__: f for f in (continues, holds, moves, moves_bucket, moves_orbax, shares)}[work](Path(folder))
+    found = {f.__name__: f for f in (continues, fails_late, holds, moves, moves_bucket, moves_orbax, shares)}[work](
+        Path(folder)
+    )
     with contextlib.suppress(BrokenPipeError):
         print("FOUND", json.dumps([distributed.process_index(), found]), flush=True)
 

@@ -182,6 +182,9 @@ class CheckpointHome:
             with self.deleting(step):
                 durable_files.remove(old, OUR_NAMES)
 
+    def finish(self, name: str, step: int) -> None:
+        """What the first process does when all have committed: here nothing is left to do."""
+
     def commit_rewind(self, name: str, whole: Manifest, calls: int) -> None:
         """Add the manifest, and set aside the checkpoints from its step on. See the module."""
         self.put_manifest(name, whole)

@@ -168,12 +168,13 @@ class OrbaxHome(CheckpointHome):
             self._prove(folder, save)
         durable_files.sync_tree(folder)
         del self._saves[name]
-        if whole is not None:
-            old = self.directories().get(whole.step, [])
-            (self.path / (name + UNFINISHED)).unlink()
-            durable_files.sync(self.path)
-            with self.deleting(whole.step):
-                self._delete([] if whole.step in self.bad else old)
+
+    def finish(self, name: str, step: int) -> None:
+        old = self.directories().get(step, [])
+        (self.path / (name + UNFINISHED)).unlink()
+        durable_files.sync(self.path)
+        with self.deleting(step):
+            self._delete([] if step in self.bad else old)
 
     def _prove(self, folder: Path, save: _Save) -> None:
         open_array = _opener(folder / STATE, save.saved.values())

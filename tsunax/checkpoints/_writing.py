@@ -196,19 +196,26 @@ def _write(saver, name: str, drop: list[int], manifest, blocks, watched, left_ca
 
     with _discarding(saver, name):
         own_manifest, answers = gather_results("part", write)
-        gather_results(
+        whole, _ = gather_results(
             "manifest", lambda: (_commit(saver, name, own_manifest, len(answers), left_calls), "")
         )
-    if not saver.process:
-        saver.home.drop(drop)
+    if whole is not None:
+        home = saver.home
+        home.finish(name, step)
+        home.metrics_by_step()[step] = whole.metrics
+        home.bad.pop(step, None)
+        home.links[step] = whole.links[step]
+        home.drop(drop)
 
 
 def _commit(
     saver, name: str, first: _manifest.Manifest, count: int, left_calls: int | None
-) -> None:
+) -> _manifest.Manifest | None:
+    """The manifest of the checkpoint, on the first process."""
     home, links = saver.home, saver.home.links
     if saver.process:
-        return home.commit(name, None)
+        home.commit(name, None)
+        return None
     merged = home.merged_manifest(name, first, count)
     if saver._lock is None:
         raise Damaged("closed before it was written")
@@ -219,9 +226,7 @@ def _commit(
         home.commit(name, merged)
     else:
         home.commit_rewind(name, merged, left_calls)
-    home.metrics_by_step()[merged.step] = merged.metrics
-    home.bad.pop(merged.step, None)
-    links[merged.step] = merged.links[merged.step]
+    return merged
 
 
 def _numbers(metrics: Mapping[str, Any] | None) -> dict[str, float]:
