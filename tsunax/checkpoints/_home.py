@@ -183,7 +183,7 @@ class CheckpointHome:
                 durable_files.remove(old, OUR_NAMES)
 
     def finish(self, name: str, step: int) -> None:
-        """What the first process does when all have committed: here nothing is left to do."""
+        """A step of the first process when all have committed: here nothing is left to do."""
 
     def commit_rewind(self, name: str, whole: Manifest, calls: int) -> None:
         """Add the manifest, and set aside the checkpoints from its step on. See the module."""

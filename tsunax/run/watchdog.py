@@ -167,10 +167,8 @@ class Watch(Part):
             if lap[0] == previous_lap[0]:
                 looks += 1
                 # Between the stages of a compilation are moments without such files: two looks.
-                was_compiling, is_compiling = (
-                    is_compiling,
-                    _has_frame_of(COMPILER_FILES, main_thread),
-                )
+                was_compiling = is_compiling
+                is_compiling = _has_frame_of(COMPILER_FILES, main_thread)
                 flags = was_compiling or is_compiling, _has_frame_of(WAITING_FILES, main_thread)
                 self._report(run, lap, *flags, is_stall=looks == LOOKS)
             else:

@@ -70,11 +70,11 @@ def timeline(
     With `run` alone it reads files: `steps`, `edits`, `compare`. The other methods need the rest.
     """
     checks.check_count(max_replay, "timeline()", "max_replay")
+    if step is not None and not callable(step):
+        raise WrongTypeError("step", "timeline()", trees.describe(step), "the step of the run")
     saved = SavedRun(run if isinstance(run, Checkpoints) else Checkpoints(run, read_only=True))
     first_state = state() if callable(state) else state
     first = jax.eval_shape(lambda: first_state) if callable(state) else state  # no arrays
-    if step is not None and not callable(step):
-        raise WrongTypeError("step", "timeline()", trees.describe(step), "the step of the run")
     if first is not None and not isinstance(first, Clocked):
         expected = "a TrainState or States, whose calls are counted"
         raise WrongTypeError("state", "timeline()", trees.describe(first), expected)
@@ -184,9 +184,9 @@ class Timeline:
             return self.saved.broken_links()
         if first is None or last is None:
             raise WrongTypeError("steps", "audit()", f"{first} and {last}", "two steps, or none")
+        self._look()
         first = checks.check_count(first, "audit()", "first", 0)
         last = checks.check_count(last, "audit()", "last", 0)
-        self._look()
         for step in (first, last):
             if step not in self.steps:
                 raise CheckpointError("step", "audit()", step, f"one of {self.steps}")
