@@ -287,6 +287,12 @@ def test_peaks_are_above_zero(name, rate):
         Peaks(**{"flops": 1e12, "memory": 1e11, "wire": 1e10, "host": 1e10, name: rate})
 
 
+@pytest.mark.parametrize("size", [-1, float("nan"), float("inf"), None])
+def test_a_cache_has_a_size(size):
+    with pytest.raises(ts.errors.HyperparameterError, match=f"cache at Peaks: got {size}"):
+        Peaks(flops=1e12, memory=1e11, wire=1e10, host=1e10, cache=size)
+
+
 def test_usage_counts_the_calls_of_an_accumulated_step():
     step, x, rates = (
         ts.train_step(lambda params, x: jnp.mean((x @ params["w"]) ** 2)),

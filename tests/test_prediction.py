@@ -1,5 +1,7 @@
 """`predict`: the outputs of a jitted loop by hand, of each row of the data, on one device and on eight."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,6 +49,21 @@ def test_the_outputs_are_those_of_a_jitted_loop(layout, rows):
     with count_compiles() as c:
         assert_trees_equal(ts.predict(model, state, ts.batches(X, rows)), found)
     assert c.compiled.count("pure") == 0
+
+
+def test_a_function_without_a_hash_compiles_once_a_call():
+    @dataclasses.dataclass  # compared by its fields
+    class Scaled:
+        factor: float
+
+        def __call__(self, params, batch):
+            return self.factor * (batch @ params["w"])
+
+    f, state = Scaled(2.0), make()
+    with count_compiles() as c:
+        found = ts.predict(f, state, ts.batches(X, 10))
+    assert c.compiled.count("pure") == 1
+    assert_trees_close(found, 2 * (X @ state.params["w"]), rtol=1e-5, atol=1e-6)
 
 
 def test_devices_share_the_work():

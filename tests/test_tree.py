@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import math
 import os
 import re
 import subprocess
@@ -1067,3 +1068,21 @@ def test_does_the_import_touch_no_device_and_no_flax():
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "differ"),
+    [
+        (0.0, -0.0, True),
+        (math.nan, math.nan, False),
+        (1.0, 1, True),
+        (1.0, 1.0, False),
+        (complex(0, -0.0), 0j, True),
+        (complex(math.nan, 1), complex(math.nan, 1), False),
+        ("a", "a", False),
+        (np.float32(0.0), np.float32(-0.0), True),
+        (jnp.array(math.nan), np.array(math.nan, np.float32), False),
+    ],
+)
+def test_leaves_differ_by_their_bits(x, y, differ):
+    assert trees.bits_differ(x, y) == differ

@@ -102,6 +102,8 @@ def on_host(x: Any) -> np.ndarray:
 
 def bits_differ(x: Any, y: Any) -> bool:
     """Whether two leaves differ in shape, dtype or bits (0.0 is not -0.0; NaN equals itself)."""
+    if type(x) is type(y) and isinstance(x, float | complex):
+        x, y = np.asarray(x), np.asarray(y)
     if not (is_array(x) and is_array(y)):
         return type(x) is not type(y) or x != y
     if x.shape != y.shape or x.dtype != y.dtype:

@@ -40,6 +40,8 @@ class Peaks:
             rate = getattr(self, name)
             if not (checks.is_real(rate) and 0 < rate < math.inf):
                 raise HyperparameterError(name, "Peaks", rate, "a rate above 0, in a second")
+        if not (checks.is_real(self.cache) and 0 <= self.cache < math.inf):
+            raise HyperparameterError("cache", "Peaks", self.cache, "a number of bytes, 0 for none")
 
 
 _SHEET = "its data sheet"

@@ -252,6 +252,10 @@ def _predictions(
     is_population = members_of(state) is not None
     agreement = processes.current().agreement("predict()", state, innermost(data))
     agreement.start({"f": f}, {})
+    try:
+        hash(f)
+    except TypeError:  # a dataclass that is compared by its fields: its program is not kept
+        f = functools.partial(f)
     outputs: Any = None
     options = pads, has_mask, False
     placed = _placed_batches("predict()", state, data, extra, agreement, *options)

@@ -338,6 +338,8 @@ class History:
         return self._column(name)[1][-1]
 
     def _column(self, name: str) -> tuple[array, array]:
+        if name == "step":
+            return _array("q", range(len(self))), _array("d", self._steps)
         if name not in self._columns:
             raise RowError(unknown("name", "history", str(name), ["step", *self.names]))
         return self._columns[name]
