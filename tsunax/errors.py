@@ -10,6 +10,7 @@ import difflib
 import os
 import re
 import sys
+import types
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Never
@@ -156,8 +157,12 @@ def remedy(error: BaseException) -> str:
     return "For if use jnp.where or jax.lax.cond, for np use jnp." if is_conversion else ""
 
 
-_PACKAGES = (os.path.join(os.path.dirname(file), "") for file in (__file__, jax.__file__))
-_NOT_THE_USERS = (*_PACKAGES, contextlib.__file__)
+# ------------------------------------------------------------------------ lines of the user's code
+
+OUR_FOLDER = os.path.join(os.path.dirname(__file__), "")
+_JAX_FOLDER = os.path.join(os.path.dirname(jax.__file__), "")
+_NOT_THE_USERS = (OUR_FOLDER, _JAX_FOLDER, contextlib.__file__)
+LIBRARIES = "<frozen", os.path.join(os.path.dirname(os.__file__), ""), OUR_FOLDER  # and Python's
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:
@@ -166,6 +171,27 @@ def warn(text: str, category: type[Warning] = UserWarning) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_USERS):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, category, stacklevel=level)
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Remove tsunax's frames from the traceback of an exception of other code, as JAX does.
+
+    They stay if the exception comes from tsunax, or from JAX called by it: they show the fault.
+    """
+    if jax.config.jax_traceback_filtering == "off":  # type: ignore[attr-defined]
+        return
+    tb, frames = error.__traceback__, []
+    while tb is not None:
+        frames.append((tb, tb.tb_frame.f_code.co_filename))
+        tb = tb.tb_next
+    jax_and_jaxlib = os.path.dirname(jax.__file__)  # the folder of jaxlib begins with the same name
+    files_outside_jax = [name for _, name in frames if not name.startswith(jax_and_jaxlib)]
+    if files_outside_jax and not files_outside_jax[-1].startswith(OUR_FOLDER):
+        traceback = None
+        for tb, name in reversed(frames):
+            if not name.startswith(OUR_FOLDER):
+                traceback = types.TracebackType(traceback, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+        error.__traceback__ = traceback
 
 
 # ----------------------------------------------------------------------------------- nearest names

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Extra, Where, patterns, trees
 from tsunax._core.placement import put_on_devices_of
-from tsunax._state.state_fields import frozen_words
+from tsunax._state import frozen_words
 from tsunax.errors import HyperparameterError, PatternError, RuleError, unknown
 from tsunax.rules import number_checks, number_table
 from tsunax.rules.live_rules import Cut, LiveState

@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Maybe, PyTree, Where, tables, trees
 from tsunax._core.placement import offloaded, put_on_devices_of
-from tsunax._state.state_fields import averages_of, frozen_flags, frozen_words
+from tsunax._state import averages_of, frozen_flags, frozen_words
 from tsunax._step.finite_state import warn_if_not_finite
 from tsunax.averages import Average
 from tsunax.checkpoints import merging, state_facts

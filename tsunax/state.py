@@ -22,7 +22,7 @@ from jax.typing import ArrayLike
 
 from tsunax._core import Device, Function, Maybe, PyTree, Where, checks, trees
 from tsunax._core.trees import own
-from tsunax._state.state_fields import COUNTS, Plan, averages_of, field, state_class
+from tsunax._state import COUNTS, Plan, averages_of, field, state_class
 from tsunax.errors import StateError, WrongTypeError, message
 from tsunax.rules.number_table import Numbers
 

@@ -27,7 +27,7 @@ import optax  # pyright: ignore[reportMissingTypeStubs]
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, Maybe, PyTree, Scalar, checks, trees
-from tsunax._state.state_fields import thawed_flags
+from tsunax._state import thawed_flags
 from tsunax._step.gradients import gradient_of
 from tsunax._step.loss_fn import GradientOptions
 from tsunax._step.updating import (

@@ -19,6 +19,7 @@ from tsunax.errors import (
     ParamsError,
     StateError,
     WrongTypeError,
+    hide_own_frames,
     listed,
     unknown,
 )
@@ -266,8 +267,6 @@ def naming_arguments(f: _F, *, fix: str = "") -> _F:
         try:
             return f(*args, **keywords)
         except Exception as error:
-            from tsunax._core.source_lines import hide_own_frames
-
             is_of_this_call = cast(types.TracebackType, error.__traceback__).tb_next is None
             if isinstance(error, TypeError) and is_of_this_call:
                 raise wrong_call(where, signature, args, keywords, error, fix) from None

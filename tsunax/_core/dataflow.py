@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from tsunax._core.source_lines import LIBRARIES, OUR_FOLDER
+from tsunax.errors import LIBRARIES, OUR_FOLDER
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import optax
 
 from tsunax import guard, reproduce
 from tsunax._core import Extra, checks, patterns, trees
-from tsunax._state.state_fields import COUNTS, trained_count
+from tsunax._state import COUNTS, trained_count
 from tsunax.averages import as_average
 from tsunax.errors import ParamsError, StateError, WrongTypeError, unknown
 from tsunax.precision import Policy, as_loss_scale, cast

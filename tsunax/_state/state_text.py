@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import tables, trees
-from tsunax._state.state_fields import frozen_flags, trained_count
+from tsunax._state import frozen_flags, trained_count
 
 
 def state_text(state: Any) -> str:

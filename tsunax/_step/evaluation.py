@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 import jax
 
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
-from tsunax._core.source_lines import hide_own_frames
 from tsunax._step import on_mesh
 from tsunax._step.gradients import axes_around
 from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
+from tsunax.errors import hide_own_frames
 from tsunax.loss import Loss
 from tsunax.program import check_byte_order, place_state
 from tsunax.state import Plan, TrainState, check_state

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from tsunax._core import Extra, PyTree, checks, trees
-from tsunax._state.state_fields import averages_of
+from tsunax._state import averages_of
 from tsunax._step.loss_fn import GradientOptions
 from tsunax.errors import StateError, warn
 from tsunax.state import TrainState, master_params, trained_part

@@ -16,7 +16,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
-from tsunax._state.state_fields import thawed_flags
+from tsunax._state import thawed_flags
 from tsunax._step.loss_fn import (
     CutsItsBatch,
     GradientOptions,

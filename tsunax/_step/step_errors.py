@@ -13,10 +13,9 @@ import numpy as np
 
 from tsunax import errors, guard, losses
 from tsunax._core import Extra, checks, placement, trees
-from tsunax._core.source_lines import hide_own_frames
-from tsunax._state.state_fields import COUNTS
+from tsunax._state import COUNTS
 from tsunax._step.loss_fn import CutsItsBatch, LossFn, inputs_of_loss_fn
-from tsunax.errors import NonFiniteError, StateError
+from tsunax.errors import NonFiniteError, StateError, hide_own_frames
 from tsunax.state import TrainState, split
 
 

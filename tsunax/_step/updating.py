@@ -28,7 +28,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import Extra, Function, Maybe, PyTree, Scalar, checks, trees
-from tsunax._state.state_fields import averages_of, thawed_flags
+from tsunax._state import averages_of, thawed_flags
 from tsunax._step.gradients import conjugated
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import patterns, processes, trees
-from tsunax._state.state_fields import averages_of
+from tsunax._state import averages_of
 from tsunax.checkpoints import _blocks, checksums, leaves, merging, state_facts
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 
 from tsunax._core import checks, durable_files, trees
-from tsunax._state.state_fields import averages_of
+from tsunax._state import averages_of
 from tsunax.checkpoints import checksums, leaves, state_facts
 from tsunax.checkpoints import manifest as _manifest
 from tsunax.checkpoints._background import Job

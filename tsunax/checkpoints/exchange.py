@@ -19,7 +19,7 @@ import numpy as np
 
 from tsunax._core import Function, PyTree, StrPath, Where, checks, durable_files, patterns, trees
 from tsunax._core.libraries import library
-from tsunax._state.state_fields import COUNTS
+from tsunax._state import COUNTS
 from tsunax._step.finite_state import warn_if_not_finite
 from tsunax.checkpoints import _blocks, _foreign, _matching, _orbax, _safetensors, _writing, leaves
 from tsunax.checkpoints._transforms import Mapped, Transform, cast, planned, rearrange

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Function, placement, trees
-from tsunax._state.state_fields import averages_of, frozen_flags
+from tsunax._state import averages_of, frozen_flags
 from tsunax.checkpoints import leaves
 from tsunax.checkpoints.manifest import Manifest, Size, check, decode
 from tsunax.checkpoints.state_facts import facts_of, injected_numbers

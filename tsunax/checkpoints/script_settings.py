@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from tsunax._core import PyTree, stable_text, trees
-from tsunax._state.state_fields import averages_of
+from tsunax._state import averages_of
 from tsunax.checkpoints import leaves, state_facts
 from tsunax.data import batching, positions
 from tsunax.schedules import Schedule

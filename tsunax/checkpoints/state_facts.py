@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from tsunax._core import PyTree, stable_text, trees
-from tsunax._state.state_fields import averages_of
+from tsunax._state import averages_of
 from tsunax.checkpoints import leaves
 from tsunax.state import TrainState
 

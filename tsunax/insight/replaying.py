@@ -13,7 +13,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import Function, PyTree, dataflow, trees
-from tsunax._state.state_fields import averages_of
+from tsunax._state import averages_of
 from tsunax._step import step_errors
 from tsunax.insight import _origin
 from tsunax.program import TrainStep, check_is_train_step, place_state

@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from tsunax._core import Extra, Function, PyTree, Scalar, Step, checks, placement, trees
-from tsunax.errors import StateError, WrongTypeError
+from tsunax.errors import StateError, WrongTypeError, hide_own_frames
 from tsunax.guard import tracing
 from tsunax.loss import Loss
 from tsunax.program import Programs, Traced, TrainStep, place_state
@@ -260,8 +260,6 @@ class Fused:
         try:
             moving, changed_leaves, infos = self._dispatch(program, arguments)
         except Exception as error:
-            from tsunax._core.source_lines import hide_own_frames
-
             hide_own_frames(error)
             raise
         if changed_leaves:

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from tsunax._core import Function, PyTree, Where, trees
-from tsunax._state.state_fields import averages_of, frozen_flags
+from tsunax._state import averages_of, frozen_flags
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax._step.row_probe import row_difference
 from tsunax.devices import meshes

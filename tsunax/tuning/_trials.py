@@ -10,8 +10,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tsunax._core import checks, source_lines, tables, trees
-from tsunax.errors import HyperparameterError, TrialError, TsunaxError, WrongTypeError, unknown
+from tsunax._core import checks, tables, trees
+from tsunax.errors import (
+    LIBRARIES,
+    HyperparameterError,
+    TrialError,
+    TsunaxError,
+    WrongTypeError,
+    unknown,
+)
 
 
 class Pruned(TsunaxError):
@@ -181,7 +188,7 @@ def cause_of(error: BaseException) -> Cause:
     where = ""
     for frame in traceback.extract_tb(error.__traceback__):
         file, line = frame.filename, (frame.line or "").strip()
-        if "site-packages" not in file and not file.startswith(source_lines.LIBRARIES):
+        if "site-packages" not in file and not file.startswith(LIBRARIES):
             where = f"{os.path.basename(file)}:{frame.lineno}" + (f": {line}" if line else "")
     text = next(iter(str(error).strip().splitlines()), "")
     return Cause(type(error).__name__, text[:300], where[:300])
