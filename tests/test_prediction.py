@@ -11,7 +11,6 @@ from jax.sharding import PartitionSpec as P
 from tests import toys
 from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
 from tsunax.errors import LossError, StateError, WrongTypeError
-from tsunax.loop import predictions
 from tsunax.run import evaluation
 
 X = np.random.default_rng(0).normal(size=(23, 16)).astype(np.float32)
@@ -108,7 +107,7 @@ def test_a_generator_yields_batch_by_batch_and_reads_one_ahead():
             yield X[i : i + 10]
 
     found = []
-    for y in predictions(model, make(), data()):
+    for y in ts.predictions(model, make(), data()):
         found.append((len(y["y"]), len(read)))
     assert found == [(10, 2), (10, 3), (3, 3)]
 
@@ -159,7 +158,7 @@ def test_wrong_functions(f, kind, text):
 
 def test_a_state_that_is_donated_between_two_batches_is_told():
     state, step = make(), ts.train_step(lambda params, x: jnp.mean(model(params, x)["y"] ** 2))
-    outputs = predictions(model, state, ts.batches(X, 8))
+    outputs = ts.predictions(model, state, ts.batches(X, 8))
     next(outputs)
     step(state, X)
     with pytest.raises(StateError, match="predict"):
@@ -184,7 +183,7 @@ def test_outputs_without_an_array_are_refused(outputs):
 
 def test_a_wrong_function_is_refused_before_the_first_batch():
     with pytest.raises(ts.errors.WrongTypeError, match="f at predict"):
-        ts.loop.predictions(5, toys.state(), ts.batches(toys.X, 8))
+        ts.predictions(5, toys.state(), ts.batches(toys.X, 8))
 
 
 @pytest.mark.parametrize(

@@ -54,6 +54,7 @@ from tsunax.run import callbacks as callbacks
 from tsunax.run import loggers as loggers
 from tsunax.run.evaluation import evaluate as evaluate
 from tsunax.run.evaluation import predict as predict
+from tsunax.run.evaluation import predictions as predictions
 from tsunax.state import TrainState as TrainState
 from tsunax.state import averaged as averaged
 from tsunax.state import setup as setup

@@ -32,7 +32,6 @@ from tsunax.errors import StateError, warn
 from tsunax.program import TrainStep
 from tsunax.run import chunks, fused_loop, opening
 from tsunax.run.chunks import RESIDENT, Limits
-from tsunax.run.evaluation import predictions
 from tsunax.run.feed import Caller, Feed
 from tsunax.run.fitting import Fit
 from tsunax.run.history import History
@@ -399,4 +398,4 @@ def _loop(fitting: Fit) -> None:
         fitting.hold_last_boundary()
 
 
-__all__ = ["History", "fit", "iterate", "predictions", "run_epoch", "run_steps"]
+__all__ = ["History", "fit", "iterate", "run_epoch", "run_steps"]

@@ -12,7 +12,6 @@ import numpy as np
 from tsunax._core import Function, PyTree, checks, processes, trees
 from tsunax._core.cadence import Cadence, When, cadence_of
 from tsunax._core.interrupts import SIGNALS
-from tsunax._step.evaluation import EvalStep
 from tsunax.errors import WrongTypeError
 from tsunax.program import TrainStep
 from tsunax.run.history import Clock, History
@@ -131,8 +130,8 @@ class Options:
                 )
             return
         example = "f(state), as lambda state: ts.evaluate(eval_step, state, {'val': data})"
-        if isinstance(self.evaluate, EvalStep):
-            raise WrongTypeError("evaluate", where, "EvalStep", example)
+        if hasattr(self.evaluate, "loss_fn"):  # a step, which a state without a batch would call
+            raise WrongTypeError("evaluate", where, trees.describe(self.evaluate), example)
         checks.check_takes("evaluate", where, self.evaluate, example, None)
         cadence_of(self.evaluate_every, where, "evaluate_every")
 
