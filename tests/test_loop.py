@@ -2087,3 +2087,23 @@ def test_examples_a_second_are_those_of_all_batches_of_an_epoch():
     )
     ratios = history["examples_per_second"] / history["steps_per_second"]
     np.testing.assert_allclose(ratios[2:], 50 / 7, rtol=0.15)
+
+
+@pytest.mark.parametrize("factor", [2.0, np.array([2.0, 2.0], np.float32)], ids=["plain", "array"])
+def test_a_loss_function_without_a_hash(factor):
+    @dataclasses.dataclass  # compared by its fields: a step with it has the hash of its identity
+    class Loss:
+        factor: object
+
+        def __call__(self, params, batch):
+            return jnp.mean((batch @ (self.factor * params["w"]) - 1) ** 2)
+
+    step, data = ts.train_step(Loss(factor)), ts.batches(np.full((8, 2), 3.0, np.float32), 4)
+    state, _ = ts.fit(step, ts.setup(optax.adam(0.1), {"w": jnp.zeros(2)}), data, epochs=2, progress=False)
+    again = ts.setup(optax.adam(0.1), {"w": jnp.zeros(2)})
+    for _ in range(2):
+        for batch in data:
+            again, _ = step(again, batch)
+    assert_trees_equal(state, again)
+    assert "FLOP" in str(ts.describe(step, state, batch))
+    assert ts.evaluate(ts.eval_step(Loss(factor)), state, data)["loss"] < 1

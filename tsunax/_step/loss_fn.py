@@ -53,6 +53,8 @@ class GradientOptions:
     noise_scale: bool = False
     check_rows: bool = True
 
+    __hash__ = trees.hash_of_fields
+
     @property
     def is_cut(self) -> bool:
         """Whether a batch is cut, into micro-batches or rows."""

@@ -254,13 +254,14 @@ def _predictions(
     agreement.start({"f": f}, {})
     try:
         hash(f)
-    except TypeError:  # a dataclass that is compared by its fields: its program is not kept
-        f = functools.partial(f)
+        model_on = functools.partial(_model, f, carry)
+    except TypeError:  # its program is not kept for another call
+        model_on = functools.cache(lambda sharding: _Model(f, carry=carry, sharding=sharding))
     outputs: Any = None
     options = pads, has_mask, False
     placed = _placed_batches("predict()", state, data, extra, agreement, *options)
     for batch, keywords, rows in placed:
-        model = _model(f, carry, None if is_population else _sharding_of_rows(batch))
+        model = model_on(None if is_population else _sharding_of_rows(batch))
         # The call moves the batch: `jax.device_put` takes three times as long for a small one.
         with jax.transfer_guard_host_to_device("allow"):
             if outputs is None:  # later calls skip the checks of the state
@@ -286,6 +287,8 @@ class _Model(EvalStep):
 
     sharding: NamedSharding | None = None  # the placement of outputs on a mesh
     title: ClassVar[str] = "predict()"
+
+    __hash__ = trees.hash_of_fields
 
     @functools.cached_property
     def _fn(self) -> LossFn:
