@@ -803,6 +803,47 @@ def test_a_global_clip_is_over_what_is_not_frozen():
     np.testing.assert_allclose(info.grad_norm, norm, rtol=1e-6)
 
 
+BEHIND = {
+    "decay": rules.chain(rules.add_decayed_weights(0.1), rules.clip_by_global_norm(1.0), rules.sgd(1.0)),
+    "optax": optax.chain(optax.add_decayed_weights(0.1), optax.clip_by_global_norm(1.0), optax.sgd(1.0)),
+    "adamw": rules.chain(rules.adamw(0.5, weight_decay=0.1), rules.clip_by_global_norm(0.5)),
+    "window": rules.accumulate(rules.chain(rules.sgd(1.0, momentum=0.9), rules.clip_by_global_norm(0.5)), 1),
+    "normalized": optax.chain(optax.add_decayed_weights(0.1), optax.normalize_by_update_norm(), optax.sgd(1.0)),
+}
+
+
+@pytest.mark.parametrize("name", BEHIND)
+def test_a_norm_behind_another_rule_does_not_count_frozen_leaves(name):
+    """Neither their decay nor the moments that they had before they were frozen."""
+    params = {"body": jnp.array([100.0]), "head": jnp.array([1.0])}
+    first, later = ({"body": jnp.array([x]), "head": jnp.array([y])} for x, y in ((90.0, 0.0), (7.0, 1.9)))
+    moved, _ = ts.update(ts.setup(BEHIND[name], params), first)
+    selected = ts.setup(BEHIND[name], params, trainable="head")
+    if name != "normalized":  # which divides by the norm of no gradient at all
+        selected, _ = ts.update(selected, first)
+    frozen = ts.freeze(moved.replace(params={**moved.params, "head": selected.params["head"]}), "body")
+    for _ in range(2):
+        selected, expected = ts.update(selected, later, norms="update")
+        frozen, info = ts.update(frozen, later, norms="update")
+        np.testing.assert_allclose(frozen.params["head"], selected.params["head"], rtol=1e-6)
+        np.testing.assert_allclose(info.update_norm, expected.update_norm, rtol=1e-6)
+        assert frozen.params["body"] == moved.params["body"]
+
+
+def test_a_sum_of_a_frozen_leaf_waits_in_its_window():
+    rule = rules.accumulate(rules.chain(rules.clip_by_global_norm(0.5), rules.sgd(1.0)), 3)
+    start = ts.setup(rule, {"body": jnp.array([100.0]), "head": jnp.array([1.0])})
+    grads = {"body": jnp.array([30.0]), "head": jnp.array([0.3])}
+    gathered, _ = ts.update(start, grads)
+    frozen, _ = ts.update(ts.freeze(gathered, "body"), grads)
+    thawed, _ = ts.update(ts.thaw(frozen, "body"), grads)
+    mean = np.array([20.0, 0.3])  # the second call had no gradient of the body
+    np.testing.assert_allclose(thawed.params["body"], 100 - 0.5 * mean[0] / np.linalg.norm(mean), rtol=1e-6)
+    frozen, _ = ts.update(frozen, grads)  # the window ends while the body is frozen
+    np.testing.assert_allclose(frozen.params["head"], 1 - 0.3, rtol=1e-6)
+    assert frozen.params["body"] == 100 and frozen.opt_state.sums["body"] == 0
+
+
 def test_a_frozen_leaf_cannot_reject_a_step():
     """Its gradient counts as zero, whatever it is."""
     state = ts.freeze(ts.setup(rules.adam(0.1), PARAMS), "encoder/**")

@@ -252,7 +252,7 @@ def update_unchecked(
     stored_state, state = state, trees.on_device(state, earlier_result=grad_norm)
 
     norm_of_rule = grad_norm if shares_norm else None
-    call = rule_call(state, grads, norm_of_rule, value, loss.weight, extra)
+    call = rule_call(state, grads, norm_of_rule, value, loss.weight, extra, thawed)
     attempt = functools.partial(_attempt, state, call, loss, model_state, thawed, watch)
     judge = Judge(state, loss, value, grad_norm, call, attempt)
     update_norm = verdict = None

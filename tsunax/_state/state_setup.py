@@ -88,7 +88,7 @@ def with_low_moments(opt_state: Any, plan: Any, params: Any) -> Any:
     leaves, treedef = jax.tree.flatten(opt_state)
     owners, shapes = owners_of(plan.init, opt_state, None, params), jax.tree.leaves(params)
     copies = dependent_results(plan.init, params)
-    not_moments = copies, accumulation.in_sums(opt_state), _exact(opt_state)
+    not_moments = copies, accumulation.windows_of_sums(opt_state), _exact(opt_state)
     no_moment = map(any, zip(*not_moments, strict=True))
     low, out = plan.precision.moments, []
     for x, owner, is_excluded in zip(leaves, owners, no_moment, strict=True):

@@ -81,11 +81,20 @@ def mean_over_rows(grads: PyTree, params: PyTree) -> PyTree:
     return jax.tree.map(lambda g: jnp.mean(g, 0), grads) if _rows_in(grads, params) else grads
 
 
-def without_frozen(grads: PyTree, thawed: list[Any] | None) -> PyTree:
-    """The gradients with zeros for frozen leaves, which count in no norm."""
+def without_frozen(tree: PyTree, thawed: list[Any] | None) -> PyTree:
+    """The tree with zeros for frozen leaves, which then count in no norm. Integers stay."""
     if thawed is None:
-        return grads
-    return guard.choose(thawed, grads, jax.tree.map(jnp.zeros_like, grads))
+        return tree
+    zero = lambda x: jnp.zeros_like(x) if trees.is_inexact(x) else x
+    return guard.choose(thawed, tree, jax.tree.map(zero, tree))
+
+
+def thawed_moments(state: TrainState, thawed: list[Any]) -> list[Any]:
+    """For each leaf of the optimizer state, whether its parameter may move; True for a count."""
+    from tsunax.rules import leaf_owners
+
+    inputs = state.plan.init, state.opt_state, state.numbers, master_params(state)
+    return [True if i is None else thawed[i] for i in leaf_owners.owners_of(*inputs)]
 
 
 class RuleCall(NamedTuple):
@@ -125,9 +134,20 @@ class RuleCall(NamedTuple):
 
 
 def rule_call(
-    state: TrainState, grads: PyTree, grad_norm: Maybe, value: Maybe, weight: Scalar, extra: Extra
+    state: TrainState,
+    grads: PyTree,
+    grad_norm: Maybe,
+    value: Maybe,
+    weight: Scalar,
+    extra: Extra,
+    thawed: list[Any] | None = None,
 ) -> RuleCall:
-    """The call of the rule for these gradients."""
+    """The call of the rule for these gradients.
+
+    Params and moments of frozen leaves are zeros in it, like their gradients. So a decay or a
+    momentum does not move these leaves, and a norm behind it counts none. A search gets the true
+    params.
+    """
     params, policy, opt_state = master_params(state), state.plan.precision, state.opt_state
     if state.masters is not None or (policy is not None and policy.stochastic):
         grads = trees.cast_like(grads, params)
@@ -140,11 +160,26 @@ def rule_call(
     for name in checks.SEARCHES:
         if callable(keywords.get(name)):
             keywords[name] = checks.accepting(keywords[name], keywords)
+            if thawed is not None:
+                keywords[name] = _with_frozen(keywords[name], params, thawed)
+    if thawed is not None:
+        params = without_frozen(params, thawed)
+        opt_state = without_frozen(opt_state, thawed_moments(state, thawed))
     opt_state = opt_state if policy is None else policy.wide_moments(opt_state)
     live_opt_state = functools.partial(
         number_table.join_numbers, opt_state, state.numbers, state.step
     )
     return RuleCall(state.plan.update, grads, live_opt_state, params, keywords)
+
+
+def _with_frozen(search: Function, params: PyTree, thawed: list[Any]) -> Function:
+    """A function of params in which the frozen leaves are always the leaves of `params`."""
+
+    @functools.wraps(search)
+    def f(moved_params: PyTree, *args: Any, **keywords: Any) -> Any:
+        return search(guard.choose(thawed, moved_params, params), *args, **keywords)
+
+    return f
 
 
 def run_rule(call: RuleCall) -> tuple[PyTree, PyTree]:
@@ -186,7 +221,7 @@ def with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe) 
     """
     if thawed is None and emitted is None:
         return new
-    from tsunax.rules import accumulation, leaf_owners
+    from tsunax.rules import accumulation
 
     moves: Any = True if emitted is None else emitted  # a call that only gathers moves no parameter
     flags = [moves & flag for flag in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
@@ -203,11 +238,10 @@ def with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe) 
             counts = [moves] * (len(jax.tree.leaves(new_field)) - len(flags))
             fields[f.name] = guard.choose([*flags, *counts], new_field, old_field)
         elif role == "rule" and thawed is not None:
-            owners = leaf_owners.owners_of(
-                old.plan.init, old_field, old.numbers, master_params(old)
-            )
-            pairs = zip(owners, accumulation.in_sums(new_field), strict=True)
-            moments = [True if i is None or is_sum else thawed[i] for i, is_sum in pairs]
+            # A frozen leaf's sum waits for the leaf to be thawed, but ends with its window.
+            windows = accumulation.windows_of_sums(new_field)
+            pairs = zip(thawed_moments(old, thawed), windows, strict=True)
+            moments = [flag if w is None else flag | w.emitted for flag, w in pairs]
             fields[f.name] = guard.choose(moments, new_field, old_field)
     return dataclasses.replace(new, **fields)
 

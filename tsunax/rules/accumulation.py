@@ -1,6 +1,5 @@
 """`rules.accumulate`: the weighted mean of the gradients of several calls, as one gradient."""
 
-import dataclasses
 import functools
 import operator
 from dataclasses import dataclass
@@ -49,19 +48,14 @@ def any_emitted(opt_state: PyTree) -> jax.Array | None:
     return functools.reduce(operator.or_, flags) if flags else None
 
 
-def in_sums(opt_state: PyTree) -> list[bool]:
-    """For each leaf, whether it belongs to the sum of an unfinished window.
-
-    A step restores the moments of frozen leaves, but not these sums: zero gradients add nothing.
-    """
-
-    def flags(x):
-        if not _is_window(x):
-            return False
-        none = jax.tree.map(lambda _: False, x)
-        return dataclasses.replace(none, sums=jax.tree.map(lambda _: True, x.sums))
-
-    return jax.tree.leaves(jax.tree.map(flags, opt_state, is_leaf=_is_window))
+def windows_of_sums(opt_state: PyTree) -> list[Window | None]:
+    """For each leaf of a sum its unfinished window; None for other leaves."""
+    windows: list[Window | None] = []
+    for x in jax.tree.leaves(opt_state, is_leaf=_is_window):
+        fields = vars(x).items() if _is_window(x) else [("", x)]
+        for name, field in fields:
+            windows += [x if name == "sums" else None] * len(jax.tree.leaves(field))
+    return windows
 
 
 def _first_window(init, params) -> Window:
