@@ -206,6 +206,12 @@ class Saving(EachBoundary):
                 "fast_forward=True, which reads all earlier batches again, or a loader with "
                 "get_state/set_state or state_dict/load_state_dict."
             )
+            if feed.epoch and feed.source.is_placed:
+                text += (
+                    f" Now epoch {feed.epoch} began anew, without the epochs before it: its "
+                    "batches are others if the order depends on these."
+                )
+            warn(text)
 
     def begin(self, run: Run) -> None:
         self._look_at_data(run, is_first=True)
