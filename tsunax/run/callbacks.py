@@ -23,7 +23,6 @@ from tsunax.run.profiling import profile
 from tsunax.run.rewinding import rewind
 from tsunax.run.verifying import verify
 from tsunax.run.watchdog import watchdog
-from tsunax.states import members_of
 
 if TYPE_CHECKING:
     from tsunax.run.run import Run
@@ -295,12 +294,13 @@ class plateau(Watching):
 
 def _rates(state, where) -> tuple[Any, dict[str, float]]:
     """The state with groups cut at `where`, and the learning rates of the leaves by flat name."""
-    if members_of(state) is not None:  # a metric is of one member, and each has its own rates
-        got, fix = "a population", "Adjust the rates in your own callback."
-        raise HyperparameterError("state", "plateau()", got, "one state", fix)
     state = adjust(state, where)
     old_numbers = hyperparams(state)
-    another_rate = 1 + 2 * max((x for x in old_numbers.values() if isinstance(x, float)), default=0)
+    floats = [x for x in old_numbers.values() if isinstance(x, float)]
+    if not floats:  # a metric is of one member of a population, and each has its own rates
+        got, fix = "arrays, as of a population", "Adjust them in your own callback."
+        raise HyperparameterError("hyperparameters", "plateau()", got, "numbers", fix)
+    another_rate = 1 + 2 * max(floats)
     # the rates of `where` are the numbers that change with its learning rate
     new_numbers = hyperparams(adjust(state, where, learning_rate=another_rate))
     return state, {name: x for name, x in old_numbers.items() if x != new_numbers[name]}
