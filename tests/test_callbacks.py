@@ -198,6 +198,13 @@ def test_plateau_gives_each_group_its_factor():
     assert sorted(rates.values()) == [0.05, 0.1]
 
 
+def test_plateau_of_a_population_is_refused_at_the_start():
+    """Its members have rates of their own, and a metric is of one member."""
+    members = ts.population(lambda key: make_state(), 2)
+    with pytest.raises(HyperparameterError, match=r"plateau\(\): got arrays, as of a population, expected numbers"):
+        Run(state=members).visit(plateau("loss/0"), "start")
+
+
 def test_plateau_without_a_live_rate_is_refused_at_the_start():
     import optax
 

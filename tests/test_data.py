@@ -985,7 +985,9 @@ def test_no_error_of_reading_is_taken_for_the_end(kind, error):
             list(READERS[kind](error))
 
 
-def test_replay_reads_earlier_epochs_too():
+@pytest.mark.parametrize("wrap", [lambda data: data, ts.prefetch])
+@pytest.mark.parametrize("position", [0, 1])
+def test_replay_reads_earlier_epochs_too(position, wrap):
     class Counting:
         epoch = -1
 
@@ -993,9 +995,9 @@ def test_replay_reads_earlier_epochs_too():
             self.epoch += 1
             return iter([np.full(1, 10 * self.epoch + i) for i in range(3)])
 
-    source = as_source(Counting())
-    source.restore({"epoch": 2, "position": 1, "data": None}, fast_forward=True)
-    assert [int(batch[0]) for batch in source] == [21, 22]
+    source = as_source(wrap(Counting()))
+    source.restore({"epoch": 2, "position": position, "data": None}, fast_forward=True)
+    assert [int(batch[0]) for batch in source] == [20, 21, 22][position:]
 
 
 @pytest.mark.parametrize("make", [list, tuple])

@@ -1229,6 +1229,45 @@ def test_a_directory_that_cannot_be_used_is_told_before_the_first_step(tmp_path,
     assert not [name for name in os.listdir(tmp_path) if "probe" in name]
 
 
+class Shuffled:
+    """A loader without a position, which draws the order of each epoch from its own generator."""
+
+    def __init__(self):
+        self.generator = np.random.default_rng(0)
+
+    def __iter__(self):
+        return iter(X.reshape(4, 4, 4)[self.generator.permutation(4)])
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, ts.prefetch])
+@pytest.mark.parametrize("goal", [{"steps": 3}, {"epochs": 1}, {"epochs": 2}, {"steps": 10}])
+def test_a_loader_whose_order_depends_on_its_epochs_resumes_at_any_step(tmp_path, wrap, goal):
+    """`fast_forward` reads earlier epochs again at the end of an epoch, as in the middle."""
+    whole, _ = fit(tmp_path / "whole", make(), 12, data=wrap(Shuffled()), fast_forward=True)
+    fit(tmp_path / "cut", make(), **{"steps": None, **goal}, data=wrap(Shuffled()), fast_forward=True)
+    cut, _ = fit(tmp_path / "cut", make(), 12, data=wrap(Shuffled()), fast_forward=True)
+    assert_trees_equal(whole.params, cut.params)
+
+
+def test_a_resume_without_fast_forward_at_the_end_of_an_epoch_is_warned_of(tmp_path):
+    text = "epoch 1 began anew, without the epochs before it: its batches are others if the order depends on these"
+    with pytest.warns(UserWarning, match="cannot be saved") as first:
+        fit(tmp_path / "plain", make(), None, epochs=1, data=Shuffled())
+    assert text not in str(first[0].message)
+    with pytest.warns(UserWarning, match=text) as seen:
+        fit(tmp_path / "plain", make(), None, epochs=2, data=Shuffled())
+    assert len(seen) == 1
+    with pytest.raises(DataError, match="without a state, at epoch 2, position 1"):
+        with pytest.warns(UserWarning, match=text.replace("1", "2")):
+            fit(tmp_path / "plain", make(), 9, data=Shuffled())
+        fit(tmp_path / "plain", make(), 10, data=Shuffled())
+    for name, data in (("list", list(Shuffled())), ("prefetch", ts.prefetch(list(Shuffled())))):
+        for epochs in (1, 2):
+            fit(tmp_path / name, make(), None, epochs=epochs, data=data)
+    fit(tmp_path / "fast", make(), None, epochs=1, data=Shuffled(), fast_forward=True)
+    fit(tmp_path / "fast", make(), None, epochs=2, data=Shuffled(), fast_forward=True)
+
+
 def test_a_run_without_a_position_of_its_data_says_what_a_resume_needs(tmp_path):
     class Plain:
         def __iter__(self):

@@ -11,7 +11,7 @@ import tsunax as ts
 from tests import toys
 from tests.helpers import medium_if
 from tsunax.checkpoints import _home
-from tsunax.errors import CheckpointError, HyperparameterError, SaveError, StateError
+from tsunax.errors import CheckpointError, HyperparameterError, RowError, SaveError, StateError
 from tsunax.reproduce import fingerprint
 from tsunax.run import rewinding
 from tsunax.timelines import timeline
@@ -228,6 +228,83 @@ def test_a_rejected_call_makes_a_run_go_back_behind_its_batch(tmp_path):
     assert {*marks} == {"rewind"} and int(state.step) == 12 and int(state.rejected) == 0
 
 
+def with_a_bad_batch(number, count=32):
+    data = [toys.X[8 * (i % 8) : 8 * (i % 8) + 8] for i in range(count)]
+    data[number] = np.full_like(data[number], np.nan)
+    return data
+
+
+@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
+@pytest.mark.parametrize("wrap", [lambda rewind: rewind, lambda rewind: ts.callbacks.every(10, rewind)])
+def test_a_rejected_call_makes_a_run_go_back_once(tmp_path, wrap):
+    """Call 3 was rejected, and the checkpoint of step 4 is later than that, but the last look at the count is not."""
+    rewind = wrap(ts.callbacks.rewind("rejected", back=4))
+    options = {"data": with_a_bad_batch(2), "log_every": 10}
+    _, state, history = a_run(tmp_path / "a", [rewind], **options)
+    assert [mark[:2] for mark in history.marks if mark[1] == "rewind"] == [(4, "rewind")]
+    assert int(state.rejected) == 1 and history["learning_rate"][-1] == pytest.approx(0.05)
+    with pytest.raises(KeyboardInterrupt):  # a kill between the rejected call and the look at it
+        a_run(tmp_path / "b", [rewind, ts.callbacks.every(1, stopped_after(7))], **options)
+    a_run(tmp_path / "c", [rewind], steps=4, **options)  # a goal on the way
+    for folder in ("b", "c"):
+        _, resumed, history = a_run(tmp_path / folder, [rewind], **options)
+        assert [mark[1] for mark in history.marks].count("rewind") == 1 and fingerprint(resumed) == fingerprint(state)
+
+
+@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
+def test_a_rejected_call_after_a_rewind_makes_a_run_go_back_again(tmp_path):
+    data = with_a_bad_batch(2)
+    data[20] = data[2]
+    rewind = ts.callbacks.rewind("rejected", back=1, factor=1)
+    _, state, history = a_run(tmp_path / "a", [rewind], data=data, log_every=5, steps=24)
+    assert [mark[1] for mark in history.marks].count("rewind") == 2 and int(state.step) == 24
+
+
+@pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
+def test_calls_that_were_rejected_before_the_run_make_no_rewind(tmp_path):
+    state, _ = NOISY(a_state(), with_a_bad_batch(0)[0])
+    assert int(state.rejected) == 1
+    _, state, history = a_run(tmp_path / "a", [ts.callbacks.rewind("rejected", back=1)], lambda: state, every=1)
+    assert "rewind" not in [mark[1] for mark in history.marks] and int(state.step) == STEPS
+
+
+def step_of_infos(names):
+    """A step of two states whose info has their infos under these names."""
+    steps = [ts.train_step(toys.noisy, donate=False), ts.train_step(toys.loss_fn, donate=False)]
+
+    def step(run, x):
+        first, first_info = steps[0].pure(run.first, x, {})
+        second, second_info = steps[1].pure(run.second, x, {})
+        infos = dict(zip(names, (first_info, second_info), strict=True))
+        return run.advance(first=first, second=second), infos
+
+    return step
+
+
+def test_a_spike_of_any_member_makes_a_run_of_states_go_back(tmp_path):
+    data = [*batches(), *batches()]
+    data[10] = data[10] * 30
+    rewind, step = ts.callbacks.rewind(back=1), step_of_infos(("first", "second"))
+    _, state, history = a_run(tmp_path / "a", [rewind], toys.two_states, step, data, steps=14)
+    assert [mark[:2] for mark in history.marks if mark[1] == "rewind"] == [(8, "rewind")]
+    assert history["second/loss"].max() < 30 and int(state.step) == 14
+    with pytest.raises(
+        RowError, match=r"rewind\(\): got one/loss, .* expected 'loss' or 'first/loss' or 'second/loss'"
+    ):
+        a_run(tmp_path / "b", [rewind], toys.two_states, step_of_infos(("one", "two")))
+
+
+@pytest.mark.parametrize("when", ["spike", "rejected", lambda run: False])
+def test_a_rewind_of_a_population_is_refused_at_the_start(tmp_path, when):
+    make, options = lambda: ts.population(lambda key: a_state(), 2), {"steps": 2, "progress": False}
+    for more in ({}, {"checkpoint": tmp_path / "a"}, {"dry_run": True}):
+        with pytest.raises(StateError, match=r"state at rewind\(\): got a population"):
+            ts.fit(NOISY, make(), batches(), callbacks=[ts.callbacks.rewind(when)], **options, **more)
+    step = lambda params, x: (params - 0.1 * x.mean(), {"loss": params**2})
+    with pytest.raises(StateError, match=r"state at rewind\(\): got float32\[\], expected a TrainState or States"):
+        ts.fit(step, jnp.ones(()), batches(), callbacks=[ts.callbacks.rewind(when)], **options)
+
+
 def test_files_of_loggers_have_the_rows_of_the_line_once(tmp_path):
     log = ts.loggers.csv(tmp_path / "rows.csv")
     a_run(tmp_path / "a", [back_after(11, back=3)], logger=log)
@@ -292,6 +369,20 @@ def test_a_part_keeps_the_memory_that_outlives_rewinds(tmp_path):
     counter = Counter()
     a_run(tmp_path / "a", [back_after(11, back=3), counter])
     assert counter.newest == {"total": 23, "of the line": 20}
+
+
+def test_the_memory_below_wrappers_outlives_rewinds(tmp_path):
+    every, throttle = ts.callbacks.every, ts.callbacks.throttle
+    for i, wrap in enumerate([lambda f: f, lambda f: every(1, f), lambda f: every(1, throttle(f, 0.0))]):
+        totals = []
+
+        def count(run, totals=totals):
+            run.memory["total"] = run.memory.get("total", 0) + 1
+            totals.append(run.memory["total"])
+
+        count.outlives_rewinds = ("total",)
+        a_run(tmp_path / f"{i}", [back_after(11, back=3), wrap(count)])
+        assert totals == [*range(1, len(totals) + 1)]
 
 
 def positionless():

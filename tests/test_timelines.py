@@ -272,9 +272,55 @@ def test_a_call_of_several_states_is_explained_as_far_as_it_is_known(tmp_path, m
     explanation = timeline(tmp_path / "a", step, toys.two_states, ts.batches(toys.X, 8)).explain(5)
     loss = history["loss"][4] if "loss" in history else np.nan
     np.testing.assert_allclose(explanation.loss, loss, rtol=1e-6)
-    assert repr(explanation).endswith("rows and layers are known for a train_step of one state alone")
+    text, names = (
+        repr(explanation),
+        [name for name in history.names if name.rpartition("/")[2] in ("loss", "grad_norm")],
+    )
+    assert text.endswith("rows and layers are known for a train_step of one state alone") and "nan" not in text
+    assert names and all(f"{name} {short(history[name][4])}" in text for name in names)
+    for name in names:
+        np.testing.assert_allclose(explanation.numbers[name], history[name][4], rtol=1e-6)
     need("matplotlib")
     explanation.plot()
+
+
+@pytest.mark.parametrize("wrap", [lambda data: data, ts.prefetch])
+@pytest.mark.parametrize("place", [{"epoch": 0, "position": 0}, {"epoch": 1, "position": 2}])
+def test_a_line_begins_where_the_data_of_its_run_began(tmp_path, place, wrap):
+    """Wherever the data of the timeline are, and also on a branch."""
+    step = ts.train_step(toys.loss_fn)
+
+    def data(epoch, position):
+        batches = wrap(ts.batches(toys.X, 8, shuffle=True, seed=1))
+        batches.set_state({"epoch": epoch, "position": position})
+        return batches
+
+    prints, _ = a_run(tmp_path / "a", step, toys.state, data(**place))
+    rows = ts.batches(toys.X, 8, shuffle=True, seed=1).order(place["epoch"])[8 * place["position"] :][:8]
+    for i, position in enumerate(
+        ({"epoch": 0, "position": 0}, {"epoch": 1, "position": 2}, {"epoch": 2, "position": 1})
+    ):
+        given = data(**position)
+        line = timeline(tmp_path / "a", step, toys.state, given)
+        assert {k: fingerprint(line.at(k)) for k in (1, 5, 8, 9, 20)} == {k: prints[k] for k in (1, 5, 8, 9, 20)}
+        np.testing.assert_array_equal(line.batch(1).rows, rows)
+        line.branch(6, tmp_path / f"b{i}")
+        assert given.get_state() == position
+        a_run(tmp_path / f"b{i}", step, toys.state, wrap(ts.batches(toys.X, 8, shuffle=True, seed=1)))
+        branch = timeline(tmp_path / f"b{i}", step, toys.state, given)
+        assert fingerprint(branch.at(3)) == prints[3] and fingerprint(branch.at(20)) == prints[20]
+
+
+@pytest.mark.parametrize("steps_per_call", ["auto", None])
+def test_a_call_of_a_population_is_explained_with_the_losses_of_its_members(tmp_path, steps_per_call):
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    options = {"steps": 8, "log_every": 1, "steps_per_call": steps_per_call}
+    _, history = a_run(tmp_path / "a", step, population, data(), **options)
+    explanation = timeline(tmp_path / "a", step, population, data()).explain(5)
+    for name in (f"{kind}/{i}" for kind in ("loss", "grad_norm") for i in range(3)):
+        np.testing.assert_allclose(explanation.numbers[name], history[name][4], rtol=1e-6)
+        assert f"{name} {short(history[name][4])}" in repr(explanation)
+    assert "nan" not in repr(explanation)
 
 
 @pytest.mark.parametrize("name", ["params", "moments", "nothing"])
@@ -641,6 +687,27 @@ def test_data_that_changed_in_place_are_refused_with_the_span(tmp_path):
             timeline(tmp_path / f"{name} b", step, toys.state, make(np.array(toys.X))).at(13)
 
 
+def test_a_branch_from_before_a_change_has_no_part_in_it(tmp_path):
+    loss_fn = lambda params, x, scale: scale * toys.loss_fn(params, x)
+    step, extra, x = ts.train_step(loss_fn), {"scale": 1.0}, np.array(toys.X)
+    data = lambda: ts.batches(x, 8)
+
+    def change(run):
+        if run.step == 11:
+            extra["scale"] = 0.5
+        if run.step == 13:
+            x[:] = 2 * toys.X
+
+    a_run(tmp_path / "a", step, toys.state, data(), callbacks=[ts.callbacks.every(1, change)], extra=extra)
+    x[:] = toys.X
+    line = timeline(tmp_path / "a", step, toys.state, data(), extra={"scale": 1.0})
+    line.branch(8, tmp_path / "b")
+    expected, _ = a_run(tmp_path / "c", step, toys.state, data(), extra={"scale": 1.0})
+    a_run(tmp_path / "b", step, toys.state, data(), extra={"scale": 1.0})
+    branch = timeline(tmp_path / "b", step, toys.state, data(), extra={"scale": 1.0})
+    assert all(fingerprint(branch.at(k)) == expected[k] for k in (5, 10, 13, 20)) and branch.audit(8, 24) == []
+
+
 def test_a_replay_after_a_rewind_does_not_take_replaced_arguments(tmp_path):
     loss_fn = lambda params, x, scale: scale * toys.loss_fn(params, x)
     step, data, extra = ts.train_step(loss_fn), lambda: ts.batches(toys.X, 8), {"scale": 1.0}
@@ -724,6 +791,28 @@ def test_a_branch_with_nothing_changed_has_the_bits_of_its_parent(tmp_path, k):
     assert f"{tmp_path / 'c'}: Edit(step=20" in repr(compared)
     with pytest.raises(CheckpointError, match="a directory without steps"):
         again.branch(20, tmp_path / "c")
+
+
+def test_a_branch_at_the_end_of_its_parent_has_the_bits_of_the_parent_that_goes_on(tmp_path):
+    """The parent drops the evaluation and the row of its end, and so does the branch."""
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8, shuffle=True, seed=1)
+    options = {
+        "evaluate": lambda state: {"val/loss": float(state.params["w"].sum())},
+        "evaluate_every": 4,
+        "log_every": 3,
+    }
+    run = lambda folder, steps: a_run(
+        folder, step, toys.state, data(), steps=steps, every=100, **options,
+        callbacks=[ts.callbacks.plateau("val/loss", patience=2, min_delta=100.0)],
+    )  # fmt: skip
+    run(tmp_path / "a", 10)
+    timeline(tmp_path / "a", step, toys.state, data()).branch(10, tmp_path / "b")
+    (prints, history), (expected, expected_history) = run(tmp_path / "b", 20), run(tmp_path / "a", 20)
+    assert prints == expected
+    for name in ("val/loss", "loss"):
+        np.testing.assert_array_equal(history.series(name), expected_history.series(name))
+    marks = [[x for x in h.marks if x[1] not in ("branch", "restart")] for h in (history, expected_history)]
+    assert marks[0] == marks[1] and "plateau" in [x[1] for x in marks[0]]
 
 
 @pytest.mark.parametrize("k, skip, rate", [(10, 1, {}), (7, 3, {"learning_rate": 1e-3}), (0, 9, {})])
@@ -953,6 +1042,8 @@ def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch
     assert 23 <= max(prints) <= 26 and len(sender.answers) == len(commands)
     refused = sorted(x for x in sender.answers if x.startswith("refused"))  # each from a thread of its own
     assert len(refused) == 3 and "rate" in refused[0]
+    status = next(json.loads(x) for x in sender.answers if x.startswith("{"))
+    assert 13 <= status["step"] <= 15 and status["epoch"] == 1 and "loss" in status  # 8 batches an epoch
     assert refused[1:] == ["refused: evaluate takes no --where", "refused: save takes no NAME=NUMBER"]
     assert [x[1] for x in history.marks].count("command") == 6
     assert len(history.series("val/loss")[0]) == 2  # asked for, and at the end

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, placement, trees
+from tsunax._core import PyTree, placement, processes, trees
 from tsunax.checkpoints import _matching, leaves, merging, state_facts
 from tsunax.checkpoints.leaves import Damaged, Keys, Tree
 from tsunax.errors import TsunaxError, warn
@@ -182,6 +182,15 @@ def parse_edits(text: Any) -> list[Edit]:
     if unpacker.unconsumed_tail:
         raise Damaged(f"edits: more than {MOST_TEXT} bytes")
     return [*map(Edit.parse, filter(None, lines.split("\n")))]
+
+
+def plain_place(place: Any) -> Any:
+    """A position of data that a manifest can record, as JSON; None for any other."""
+    try:
+        plain = json.loads(json.dumps(place))
+    except (TypeError, ValueError):
+        return None
+    return plain if plain == place and processes.current().sees_everything else None
 
 
 def placed(value: np.ndarray, old: Any) -> Any:

@@ -337,8 +337,9 @@ class Source:
         """Resume from a position that `state` returned.
 
         A list begins at that batch, DataError if it is shorter. Other data without
-        get_state/set_state or state_dict/load_state_dict raise DataError; with `fast_forward=True`
-        they are read from the beginning, and earlier batches dropped.
+        get_state/set_state or state_dict/load_state_dict raise DataError, except at the beginning
+        of an epoch, which is then read as if it was the first. With `fast_forward=True` they are
+        read from the beginning, and earlier batches and epochs dropped.
         """
         if not self._is_data and "data" not in state:
             raise DataError("state", "restore", state, "data, epoch, position")
@@ -363,7 +364,7 @@ class Source:
                 expected="get_state/set_state or state_dict/load_state_dict",
                 fix="Use ts.batches or grain; or fast_forward=True, to read earlier batches again.",
             )
-        if must_read:
+        if must_read or fast_forward:  # the order of an epoch may depend on the epochs before it
             goal = self.epoch, self.position
             self.epoch, self.position = self.epoch if self._is_list else 0, 0
             while (self.epoch, self.position) < goal:

@@ -257,7 +257,8 @@ class plateau(Watching):
     leaves it: from then on it is constant, its last value times `factor`. ReduceLROnPlateau without
     cooldown.
 
-    Raises as `early_stopping`, and HyperparameterError at the start without a live learning rate.
+    Raises as `early_stopping`, and HyperparameterError at the start without a live learning rate,
+    and for a population.
 
     >>> plateau(factor=0.1, patience=3).metric
     'val/loss'
@@ -295,7 +296,11 @@ def _rates(state, where) -> tuple[Any, dict[str, float]]:
     """The state with groups cut at `where`, and the learning rates of the leaves by flat name."""
     state = adjust(state, where)
     old_numbers = hyperparams(state)
-    another_rate = 1 + 2 * max(x for x in old_numbers.values() if isinstance(x, float))
+    floats = [x for x in old_numbers.values() if isinstance(x, float)]
+    if not floats:  # a metric is of one member of a population, and each has its own rates
+        got, fix = "arrays, as of a population", "Adjust them in your own callback."
+        raise HyperparameterError("hyperparameters", "plateau()", got, "numbers", fix)
+    another_rate = 1 + 2 * max(floats)
     # the rates of `where` are the numbers that change with its learning rate
     new_numbers = hyperparams(adjust(state, where, learning_rate=another_rate))
     return state, {name: x for name, x in old_numbers.items() if x != new_numbers[name]}

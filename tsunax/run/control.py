@@ -109,9 +109,8 @@ class Control(Part):
         except (TsunaxError, TypeError, ValueError) as error:
             return f"refused: {told(error)}"
         if verb == "status":
-            is_listed = lambda name: not name.startswith("watch/")
-            numbers = {name: x for name, x in run.metrics.items() if is_listed(name)}
-            return json.dumps({"step": run.step, "epoch": run.epoch, **numbers})
+            numbers = {"step": run.step, **run.metrics, "epoch": run.epoch}  # rows have a fraction
+            return json.dumps({k: x for k, x in numbers.items() if not k.startswith("watch/")})
         if verb == "stop":
             run.stop("command stop")
         elif verb in ("save", "evaluate"):

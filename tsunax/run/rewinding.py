@@ -9,16 +9,16 @@ the loop ends                the run begins again at that checkpoint, as after a
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, checks, processes, trees
+from tsunax._core import PyTree, checks, trees
 from tsunax.checkpoints import leaves, rewinds
 from tsunax.checkpoints.edits import (
     Departure,
@@ -27,9 +27,10 @@ from tsunax.checkpoints.edits import (
     edits_of_line,
     parse_edits,
     placed,
+    plain_place,
 )  # fmt: skip
 from tsunax.checkpoints.saving import Restored
-from tsunax.errors import HyperparameterError, StateError, WrongTypeError, warn
+from tsunax.errors import HyperparameterError, RowError, StateError, WrongTypeError, warn
 from tsunax.hyper import adjust, hyperparams
 from tsunax.run.history import History
 from tsunax.run.info_columns import counts_of, most_calls
@@ -61,12 +62,16 @@ class Rewind:
 
     def check(self, run: Any) -> None:
         """Raise unless this run can go back now. See `Run.rewind`."""
-        if not isinstance(run.state, Clocked):
-            got = trees.describe(run.state)
-            raise StateError("state", "run.rewind()", got, "a TrainState or States")
-        refuse_population(run.state, "run.rewind()", "Its steps are its calls.")
+        check_has_steps(run.state, "run.rewind()")
         rewinds.check_can_rewind(run.saver, run.step)
         slowed(run.state, self.factor)
+
+
+def check_has_steps(state: Any, where: str) -> None:
+    """Raise StateError for a state without a clock, and for a population, which counts calls."""
+    if not isinstance(state, Clocked):
+        raise StateError("state", where, trees.describe(state), "a TrainState or States")
+    refuse_population(state, where, "Its steps are its calls.")
 
 
 def slowed(state: Any, factor: float) -> Any:
@@ -143,24 +148,21 @@ def go_back(saving: Any, run: Any) -> Restored:
     return dataclasses.replace(restored, **new, script=script, is_edited=False)
 
 
-def plain_place(place: Any) -> Any:
-    """A position of data that an edit can record, as JSON; None for any other."""
-    try:
-        plain = json.loads(json.dumps(place))
-    except (TypeError, ValueError):
-        return None
-    return plain if plain == place and processes.current().sees_everything else None
-
-
 def memory_after(saving: Any, restored_memory: Mapping[str, Any]) -> dict[str, Any]:
     """The memory of callbacks in the checkpoint, with the current values that outlive rewinds."""
     memory, options = {name: {**x} for name, x in restored_memory.items()}, saving.options
     for name, callback in zip(options.names, (*options.callbacks, *options.parts), strict=True):
         current = saving.memory.get(name, {})
-        for key in getattr(getattr(callback, "fn", callback), "outlives_rewinds", ()):
+        for key in _lasting_keys(callback):
             if key in current:
                 memory.setdefault(name, {})[key] = current[key]
     return memory
+
+
+def _lasting_keys(callback: Any) -> Iterable[str]:
+    """The keys of its memory that a rewind does not restore, also of a function that it wraps."""
+    keys, inner = getattr(callback, "outlives_rewinds", ()), getattr(callback, "__dict__", {})
+    return (*keys, *_lasting_keys(inner["fn"])) if "fn" in inner else keys
 
 
 @dataclass(frozen=True)
@@ -168,17 +170,18 @@ class rewind:
     """Go back to an earlier checkpoint when something goes wrong, at most `at_most` times.
 
     `when` is "spike": a loss in a row that is not finite, or far above the last twenty rows (eight
-    median absolute deviations above their median); "rejected": a call was rejected since the
-    last boundary; or a function `f(run)`. The condition is checked at multiples of `log_every`,
-    after evaluations, and at the end of epochs. For `back`, `factor` and `data` see `run.rewind`.
-    The count of rewinds is saved with the run, and no resume and no rewind resets it. After
-    `at_most` rewinds there is a warning instead.
+    median absolute deviations above their median), of `States` the loss of any member;
+    "rejected": a call was rejected since the last check; or a function `f(run)`. The condition is
+    checked at multiples of `log_every`, after evaluations, and at the end of epochs. For `back`,
+    `factor` and `data` see `run.rewind`. The count of rewinds is saved with the run, and no resume
+    and no rewind resets it. After `at_most` rewinds there is a warning instead.
 
     Give `Checkpoints` a number of steps for `every`, and a `keep_last` that reaches back: with
     durations a run that is killed before the rewind may go back to another step.
 
-    Raises as `run.rewind`. HyperparameterError for another `when`, and for "rejected" with a loss
-    scale, which rejects calls to find the scale.
+    Raises as `run.rewind`, at the start for a population. HyperparameterError for another `when`,
+    and for "rejected" with a loss scale, which rejects calls to find the scale. RowError for
+    "spike" if the rows have no loss.
 
     >>> rewind(when="spike", back=500)
     rewind(when='spike', back=500, factor=0.5, data='skip', at_most=3)
@@ -209,11 +212,14 @@ class rewind:
             )
 
     def __call__(self, run: Any) -> None:
+        check_has_steps(run.state, "rewind()")
         scales = [s.loss_scale for s in training_states(run.state).values()]
         if run.event == "start" and self.when == "rejected" and scales.count(None) < len(scales):
             raise HyperparameterError(
                 "when", "rewind()", got="'rejected' with a loss scale", expected="'spike' or f(run)"
             )
+        if run.event == "start" and self.when == "rejected":
+            run.memory.setdefault("rejected", int(counts_of(run.state)[2]))
         # at a step with several events, such as a row and an epoch, it counts one rewind
         if run.event in ("start", "end") or run.rewinding is not None or not self._is_due(run):
             return
@@ -228,14 +234,24 @@ class rewind:
         if not isinstance(self.when, str):
             return bool(self.when(run))
         if self.when == "rejected":
-            count, old_count = int(counts_of(run.state)[2]), run.memory.get("rejected", 0)
+            # A rewind restores the memory of a boundary before its checkpoint, which may have more
+            # rejected calls than that: only the calls behind the mark of the rewind are new.
+            names = (name for _, name, _ in reversed(run.history.marks))
+            new_names = [*itertools.takewhile(lambda name: name != "rewind", names)]
+            count = int(counts_of(run.state)[2])
+            old_count = max(run.memory.get("rejected", 0), count - new_names.count("rejected"))
             run.memory["rejected"] = count
             return count > old_count
-        newest = run.history.newest("loss")
+        newest = run.history.newest("epoch")  # each row of training has it
         if newest is None or newest[0] != run.step or run.memory.get("seen") == run.step:
             return False
         run.memory["seen"] = run.step
-        return is_spike(run.history.series("loss")[1])
+        loss_names = dict.fromkeys(f"{prefix}loss" for prefix in ("", *training_states(run.state)))
+        series = [run.history.series(name) for name in loss_names if name in run.history]
+        if not series:
+            expected = " or ".join(map(repr, loss_names))
+            raise RowError("row", "rewind()", trees.listed(run.history.names, 8), expected)
+        return any(is_spike(losses) for steps, losses in series if steps[-1] == run.step)
 
 
 def is_spike(losses: np.ndarray) -> bool:

@@ -16,7 +16,14 @@ import numpy as np
 from tsunax._core import PyTree, Step, StrPath, processes, trees
 from tsunax._core.cadence import When
 from tsunax.checkpoints import reading, script_settings
-from tsunax.checkpoints.edits import Edit, bounded, dump_edits, edit_of, parse_edits
+from tsunax.checkpoints.edits import (
+    Edit,
+    bounded,
+    dump_edits,
+    edit_of,
+    parse_edits,
+    plain_place,
+)  # fmt: skip
 from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, told, warn
 from tsunax.run.feed import Feed, check_is_lasting
@@ -165,9 +172,10 @@ class Saving(EachBoundary):
         if restart.is_in_hand:
             # Keep facts of the state that the run began with: the script makes it at each start.
             script = script | {k: saved_script[k] for k in ("calls", "states") if k in saved_script}
-        if "parent" in saved_script:  # the run is a branch, see `timelines`
-            script = script | {"parent": saved_script["parent"]}
-        self.script: dict[str, Any] = script
+        # the branch that the run is, see `timelines`, and the place of the data at its beginning
+        kept_names = [name for name in ("parent", "first_place") if name in saved_script]
+        self.script: dict[str, Any] = script | {name: saved_script[name] for name in kept_names}
+        self.is_new: bool = restart.step is None
         self.is_resumed: bool = restart.is_used
         # whether the last call before this run made the step of the state, so was not rejected;
         # False, because unknown, for a state in hand
@@ -201,16 +209,25 @@ class Saving(EachBoundary):
             )
         check_is_lasting(place)
         if not (is_resumable or self.options.fast_forward):
-            warn(
+            text = (
                 "fit(): the position of these data cannot be saved. To resume, this run needs "
                 "fast_forward=True, which reads all earlier batches again, or a loader with "
                 "get_state/set_state or state_dict/load_state_dict."
             )
+            if feed.epoch and feed.source.is_placed:
+                text += (
+                    f" Now epoch {feed.epoch} began anew, without the epochs before it: its "
+                    "batches are others if the order depends on these."
+                )
+            warn(text)
 
     def begin(self, run: Run) -> None:
         self._look_at_data(run, is_first=True)
+        place = run.feed.place()
         if self.is_resumed:
-            self.saved = _key_of(run, run.feed.place())
+            self.saved = _key_of(run, place)
+        if self.is_new:
+            self.script |= {"first_place": plain_place(place)}
 
     def at(self, run: Run, events: list[str]) -> None:
         """Save at the end, for a change that no resume repeats, and if a new step is due or best.

@@ -16,7 +16,7 @@ from tsunax.timelines.comparing import SavedRun
 from tsunax.timelines.replaying import Moment
 
 # Facts of a script that hold for branches, because their replays begin at the same first state.
-KEPT_FACTS = ("calls", "states", "settings", "is_looped", "is_script_edited", "untold_changes")
+KEPT_FACTS = ("calls", "states", "first_place", "settings", "is_looped", "is_script_edited")
 
 
 def branched(
@@ -46,8 +46,14 @@ def branched(
         edits.append(Edit(step, moment.calls, source, {}, layout, departure))
     saved_script = {} if saved.newest is None else saved.script(saved.newest)
     facts = {name: saved_script[name] for name in KEPT_FACTS if name in saved_script}
+    changes_before = {
+        name: change
+        for name, change in saved_script.get("untold_changes", {}).items()
+        if change[1] < moment.calls
+    }
     parent = {"path": str(saved.checkpoints.path), "step": step, "edits": changes}
-    facts |= {"parent": parent, "is_fresh": True, "has_ended": False, "edits": dump_edits(edits)}
+    facts |= {"parent": parent, "untold_changes": changes_before, "edits": dump_edits(edits)}
+    facts |= {"is_fresh": True, "has_ended": False}
     if steps := Checkpoints(into, read_only=True).home.steps():  # without its lock
         raise CheckpointError("into", "branch()", f"steps {steps}", "a directory without steps")
     with Checkpoints(into, keep_last=None) as new:
@@ -72,7 +78,10 @@ def _memory(saved: SavedRun, step: int) -> dict[str, Any]:
 
 
 def history_until(history: History, step: int) -> History:
-    """The rows and marks of a history up to a step, without calls that were rejected after it."""
+    """The rows and marks of a history up to a step, without calls that were rejected after it.
+
+    If the run has ended there, `fit` drops the numbers of the end, as for a run that continues.
+    """
     plain = history.plain()
     count = int(np.searchsorted(plain["rows"]["step"], step, side="right"))
     columns = [
@@ -82,4 +91,4 @@ def history_until(history: History, step: int) -> History:
     ]
     rows = {"step": plain["rows"]["step"][:count], "columns": columns}
     marks = [mark for mark in plain["marks"] if mark[0] < step + (mark[1] != "rejected")]
-    return History.of({**plain, "rows": rows, "marks": marks, "closing": [-1, []]})
+    return History.of({**plain, "rows": rows, "marks": marks})

@@ -16,6 +16,7 @@ from tsunax.checkpoints.edits import Edit
 from tsunax.errors import told
 from tsunax.hyper import hyperparams
 from tsunax.program import TrainStep
+from tsunax.run import info_columns
 from tsunax.state import TrainState, trained_part
 from tsunax.step import StepInfo
 from tsunax.timelines.replaying import Moment, ReplayedCall, Script
@@ -48,6 +49,8 @@ class Explanation:
     how far the loss of the batch falls if the next row takes the place of a row.
 
     `norms` has the gradient norm of each leaf at `norm_steps`: the steps before, and this step.
+    `numbers` are hyperparameters; of any step but a `train_step` of one state the numbers of its
+    info by name, with the loss of each member of a population or of `States`: "critic/loss".
     `edits` are the changes of the state by callbacks and commands between these steps.
     """
 
@@ -68,7 +71,9 @@ class Explanation:
 
     def __repr__(self) -> str:
         head = f"call {self.calls} of the run, at step {self.step}: {self.verdict}"
-        lines = [f"{head}, loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}"]
+        if self.norm_steps:  # else the loss is among the numbers
+            head += f", loss {self.loss:.6g}, gradient norm {self.grad_norm:.6g}"
+        lines = [head]
         if self.numbers:
             lines.append(", ".join(tables.summary(self.numbers)))
         lines += map(repr, self.edits)
@@ -148,9 +153,19 @@ def explained(
         *ranked,
         norm_steps,
         norms,
-        {name: x for name, x in hyperparams(state).items() if not np.ndim(x)} if is_plain else {},
+        _scalars(hyperparams(state)) if norm_steps else _numbers_of(info),
         [*script.edits[earlier.edit_count : call.start.edit_count]],
     )
+
+
+def _numbers_of(info: Any) -> dict[str, float]:
+    """The numbers of the info of a call, by the names that rows of the history have."""
+    columns = info_columns.columns(jax.tree.map(lambda x: np.asarray(x)[None], info))
+    return _scalars({name: x[0] for name, x in columns.items() if not np.ma.is_masked(x)})
+
+
+def _scalars(numbers: Mapping[str, Any]) -> dict[str, float]:
+    return {name: float(x) for name, x in numbers.items() if not np.ndim(x)}
 
 
 def _rows_by_loss(script: Script, call: ReplayedCall, rows: np.ndarray | None) -> RankedRows:

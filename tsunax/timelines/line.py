@@ -344,8 +344,8 @@ class Timeline:
         if near is not None:
             return near
         self._check_script("state")
-        first = moment_of_start(self._first_state)
         saved_script = self.saved.script(self._newest_step("timeline"))
+        first = moment_of_start(self._first_state, saved_script.get("first_place"))
         self._compare_settings(first.state, saved_script)
         is_edited = saved_script.get("is_script_edited")
         if (first.calls and count != (first.calls if is_of_calls else first.step)) or is_edited:

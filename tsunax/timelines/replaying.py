@@ -33,7 +33,7 @@ class Moment:
     """A state of a run, and the place of its data after it: all that the next call needs."""
 
     state: PyTree
-    place: Mapping[str, Any] | None  # see `Feed.place`; None for the beginning of the data
+    place: Mapping[str, Any] | None  # see `Feed.place`; None for data as the script makes them
     edit_count: int = 0  # edits of the line that the state has
 
     @property
@@ -153,14 +153,14 @@ class Script:
             start = call.end
 
 
-def moment_of_start(state: Any) -> Moment:
+def moment_of_start(state: Any, place: Mapping[str, Any] | None) -> Moment:
     """The first moment of a run, from its first state or a function that makes it."""
     first = state() if callable(state) else state
     if any(map(trees.is_gone, jax.tree.leaves(first))):
         fix = "Give a function that makes it."
         got = "a state that a step has consumed"
         raise StateError("state", "timeline()", got, "the first state, as fit got it", fix)
-    return Moment(jax.tree.map(own, first), None)
+    return Moment(jax.tree.map(own, first), place)
 
 
 def check_data(data: Any, saved_place: Mapping[str, Any] | None) -> None:
