@@ -75,13 +75,13 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
 
             # Each part divided its terms by the weights of the part. The first pass has summed the
             # weights of the whole batch; XLA drops the rest of that pass.
-            loss_of_all = loss_over_devices(loss, axes) if axes else loss
+            loss_of_all = loss_over_devices(loss, axes, None) if axes else loss
             part_of_all = functools.partial(gradient, whole=loss_of_all)
             loss, grads = strategy(dataclasses.replace(problem, gradient=part_of_all))
         if axes:
             from tsunax.microbatches import over_devices
 
-            loss, grads = over_devices(loss, grads, axes)
+            loss, grads = over_devices(loss, grads, axes, keywords.get("mask"))
         if not per_example:  # `per_example` finishes the gradient of each row
             grads = problem.finish(grads)
         loss = _with_noise_scale(problem, loss, grads)
