@@ -52,6 +52,11 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
         if at is not None:
             checks.check_like("(at=)", at, trained, "It has the structure of ts.trainable(state).")
             trained = at
+        if np.ndim(state.clock) > 1:  # a population, outside of the map over its members in a step
+            from tsunax.states import each, over_members
+
+            of_member = lambda state, batch, trained, extra: f(state, batch, at=trained, **extra)
+            return over_members(of_member, state, batch, each(at), extra)
         parts = trained, overwritten_part(state)
         keywords = fn.keywords(state, extra, train=True)
         if "key" in fn.names and "key" not in keywords:
