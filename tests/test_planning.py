@@ -58,7 +58,7 @@ def test_a_step_with_the_noise_scale_has_two_micro_batches_at_least():
     assert report.best.accumulate == n == 2 and trials.trials[0].size == 32
     assert report.varied["accumulate"] == "2, 4, 8, 16, 32, 64" and report.best.step.noise_scale
     for find in (functools.partial(ts.plan, step, make), functools.partial(find_accumulation, step, make())):
-        with pytest.raises(HyperparameterError, match="batch_size.*: got 1, expected 2 or more micro-batches"):
+        with pytest.raises(HyperparameterError, match=r"batch_size.*: got 1, expected 2 or more micro-batches"):
             find(ROW, 1, memory="1 GiB")
 
 

@@ -353,12 +353,12 @@ def sizes_of_micro_batches(step: TrainStep, batch_size: int, unit: int, where: s
 
     The noise scale of a step is measured between its micro-batches.
     """
-    least = 2 if step.noise_scale else 1
+    min_parts = 2 if step.noise_scale else 1
     small_divisors = [n for n in range(1, math.isqrt(batch_size) + 1) if batch_size % n == 0]
     divisors = {*small_divisors, *(batch_size // n for n in small_divisors)}
-    if sizes := sorted(n for n in divisors if n % unit == 0 and n * least <= batch_size):
+    if sizes := sorted(n for n in divisors if n % unit == 0 and n * min_parts <= batch_size):
         return sizes
-    expected = f"{least} or more micro-batches of " * (least > 1) + f"a multiple of {unit}"
+    expected = f"{min_parts} or more micro-batches of " * (min_parts > 1) + f"a multiple of {unit}"
     raise HyperparameterError("batch_size", where, batch_size, expected)
 
 
