@@ -421,3 +421,19 @@ def test_a_population_is_one_panel_for_each_number():
     loss, accuracy = history.plot().axes
     assert [loss.get_ylabel(), accuracy.get_ylabel()] == ["loss", "accuracy"]
     assert len(loss.lines) == 40 and len(accuracy.lines) == 20 and loss.get_legend() is None
+
+
+@pytest.mark.parametrize("smooth", [0, 0.9])
+def test_infinite_numbers_are_drawn_without_a_warning_and_are_no_constant(smooth):
+    """Warnings are errors here. A line that ends in infinity is a curve up to there, without jumps."""
+    history, finite = History(), [1.0, 1.5, 1.75]
+    for step, value in enumerate([*finite, *[np.inf] * 9]):
+        others = {"loss/1": 2.0, "loss/2": -np.inf, "scale": value}
+        history.add({"loss/0": value, **others}, step)
+    loss, _ = history.plot(smooth=smooth).axes
+    drawn = {line.get_label(): line for line in loss.lines if not line.get_alpha()}
+    x, y = drawn["loss/0"].get_data()
+    assert len(x) == 12 and drawn["loss/0"].get_markevery().tolist() == list(range(12))
+    if not smooth:
+        np.testing.assert_array_equal(y, [*finite, *[np.inf] * 9])
+    history.plot(names=["loss/1"], x="scale", smooth=smooth)

@@ -10,6 +10,7 @@ import pytest
 import tsunax as ts
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 from sklearn import metrics as sk
 from tests.helpers import assert_trees_close, assert_trees_equal, need
 from tsunax import metrics
@@ -277,6 +278,176 @@ def test_metrics_of_other_libraries_plug_in(name):
     assert_trees_close({"acc": a.merge(b).merge(c).metrics["acc"].compute()}, expected, rtol=1e-5, atol=1e-6)
     _, info = ts.train_step(loss_fn)(state, batch)
     assert_trees_close(info.metrics, expected, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------- rows without weight in the loss
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """A metric of a user that stores a mean: of no rows it is NaN, and it says nothing of its weight."""
+
+    value: jax.Array
+    rows: jax.Array
+
+    def merge(self, other):
+        rows = self.rows + other.rows
+        return Stored((self.value * self.rows + other.value * other.rows) / rows, rows)
+
+    def compute(self):
+        return self.value
+
+
+def partly_labeled(params, batch, mask):
+    """Few rows have a label; metrics count all rows, or the rows of another mask."""
+    values = jnp.sum((batch["x"] @ params["w"]) ** 2, -1)
+    lengths, labels = batch["x"][:, 0], jnp.zeros(len(values), jnp.int32)
+    labeled, seen = mask * batch["label"], mask * batch["seen"]
+    found = {
+        "mean": metrics.Mean.of(lengths, mask),
+        "seen": metrics.Mean.of(lengths, seen),
+        "top": metrics.Accuracy.of(batch["x"], labels, mask),
+        "r2": metrics.R2.of(batch["x"][:, 1], lengths, mask),
+        "pairs": metrics.ConfusionMatrix.of(batch["x"], labels, mask),
+        "number": jnp.sum(lengths * labeled) / jnp.sum(labeled),
+        "extent": Extent(jnp.min(lengths), jnp.max(lengths)),
+        "stored": Stored(jnp.sum(lengths * labeled) / jnp.sum(labeled), jnp.sum(labeled)),
+    }
+    return ts.Loss.mean(values, labeled, metrics=found)
+
+
+def labeled_rows(rows=12):
+    x = np.random.default_rng(3).normal(size=(rows, CLASSES)).astype(np.float32)
+    numbers = np.arange(rows)
+    label, seen = (numbers % 4 == 0), (numbers % 4 == 1)
+    return {"x": x, "label": label.astype(np.float32), "seen": seen.astype(np.float32)}
+
+
+def expected_metrics(batch):
+    x, label, seen = batch["x"].astype(np.float64), batch["label"] > 0, batch["seen"] > 0
+    top = x.argmax(-1)
+    return {
+        "mean": x[:, 0].mean(),
+        "seen": x[seen, 0].mean(),
+        "top": np.mean(top == 0),
+        "r2": sk.r2_score(x[:, 0], x[:, 1]),
+        "pairs": sk.confusion_matrix(0 * top, top, labels=np.arange(CLASSES)),
+        "number": x[label, 0].mean(),
+        "extent": np.ptp(x[:, 0]),
+        "stored": x[label, 0].mean(),
+    }
+
+
+def over_four_devices(step, batch):
+    """The step in a shard_map; device i has the rows i, i + 4, ..."""
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    batch = jax.tree.map(lambda x: np.concatenate([x[i::4] for i in range(4)]), batch)
+    specs = {"in_specs": (PartitionSpec(), PartitionSpec("data")), "out_specs": PartitionSpec()}
+    return lambda state: jax.jit(jax.shard_map(step, mesh=mesh, **specs))(state, batch)
+
+
+SPREAD = {"axis_name": "data"}
+CUT_OPTIONS = {
+    "whole": {},
+    "micro-batches": {"accumulate": 4},
+    "padded": {"accumulate": 5},
+    "rows": {"per_example": lambda g: g},
+    "rows, padded": {"per_example": lambda g: g, "accumulate": 5},
+    "stacked rows": {"per_example": True, "accumulate": 5},
+    "devices": SPREAD,
+    "devices, micro-batches": SPREAD | {"accumulate": 3},
+    "devices, padded": SPREAD | {"accumulate": 2},
+}
+
+
+@pytest.mark.parametrize("name", CUT_OPTIONS)
+def test_a_metric_counts_its_own_rows_however_the_batch_is_cut(name):
+    """Also in micro-batches, rows and devices without weight in the loss: only each fourth row has a label."""
+    options, batch = CUT_OPTIONS[name], labeled_rows()
+    state = ts.setup(ts.rules.sgd(0.1), {"w": np.full((CLASSES, 3), 0.3, np.float32)})
+    f = ts.value_and_grad(partly_labeled, check_rows=False, **options)
+    call = over_four_devices(f, batch) if "axis_name" in options else lambda state: jax.jit(f)(state, batch)
+    loss, _ = call(state)
+    computed = {name: m.compute() for name, m in loss.metrics.items()}
+    assert_trees_close(computed, expected_metrics(batch), rtol=1e-5, atol=1e-6)
+    value = np.sum((batch["x"][::4] @ np.full((CLASSES, 3), 0.3)) ** 2, -1).mean()
+    np.testing.assert_allclose([loss.compute(), loss.weight], [value, 3], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["micro-batches", "rows", "devices"])
+def test_a_nan_of_rows_without_weight_in_the_loss_is_a_nan_of_the_metric_that_counts_them(name):
+    batch, options = labeled_rows(), CUT_OPTIONS[name]
+    batch["x"][1] = np.nan
+
+    def loss_fn(params, batch):
+        x, label = batch["x"], batch["label"]
+        found = {"all": metrics.Mean.of(x[:, 0]), "labeled": metrics.Mean.of(x[:, 0], label)}
+        found["pairs"] = metrics.ConfusionMatrix.of(x, jnp.zeros(len(x), jnp.int32))
+        return ts.Loss.mean(jnp.sum(jnp.where(label > 0, x.T, 0).T @ params["w"], -1), label, metrics=found)
+
+    state = ts.setup(ts.rules.sgd(0.1), {"w": np.full((CLASSES, 3), 0.3, np.float32)})
+    f = ts.value_and_grad(loss_fn, check_rows=False, **options)
+    call = over_four_devices(f, batch) if "axis_name" in options else lambda state: jax.jit(f)(state, batch)
+    found = {name: m.compute() for name, m in call(state)[0].metrics.items()}
+    assert np.isnan(found["all"]) and np.all(np.isnan(found["pairs"]))
+    np.testing.assert_allclose(found["labeled"], batch["x"][::4, 0].mean(), rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["padded", "rows, padded", "stacked rows", "devices, padded"])
+def test_padding_adds_nothing_to_a_metric_without_a_mask(name):
+    """Three rows have no weight in the mask, or are padding: four of five micro-batches, or two of four devices."""
+    options, batch = CUT_OPTIONS[name], labeled_rows(2)
+    mask = np.ones(2, np.float32)
+    if "axis_name" in options:
+        batch, mask = labeled_rows(8), (np.arange(8) % 4 < 2).astype(np.float32)
+    keep = mask > 0
+    batch["x"][~keep] = np.nan
+
+    def loss_fn(params, batch, mask):
+        first = batch["x"][:, 0]
+        found = {"plain": metrics.Mean.of(first), "divided": metrics.Mean.of(first * jnp.sum(mask) / jnp.sum(mask))}
+        found["extent"] = Extent(jnp.min(first), jnp.max(first))
+        return ts.Loss.mean(jnp.sum(batch["x"] @ params["w"], -1), mask, metrics=found)
+
+    state = ts.setup(ts.rules.sgd(0.1), {"w": np.full((CLASSES, 3), 0.3, np.float32)})
+    f = ts.value_and_grad(loss_fn, check_rows=False, **options)
+    given = {**batch, "mask": mask}
+    masked = lambda state, given: f(state, {k: x for k, x in given.items() if k != "mask"}, mask=given["mask"])
+    call = over_four_devices(masked, given) if "axis_name" in options else lambda state: jax.jit(masked)(state, given)
+    found = {name: m.compute() for name, m in call(state)[0].metrics.items()}
+    first = batch["x"][keep, 0]
+    expected = {"plain": first.mean(), "divided": first.mean(), "extent": np.ptp(first)}
+    assert_trees_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, SPREAD])
+def test_a_dropped_micro_batch_adds_nothing_to_metrics(options):
+    """Also if a device drops all of its micro-batches; micro-batches without weight are not dropped."""
+    batch, accumulate = labeled_rows(16), 2 if options else 4
+    # Micro-batches 0, or both micro-batches of device 0, and one of device 1.
+    bad = np.isin(np.arange(16), [0, 4, 1]) if options else np.arange(16) % 4 == 0
+    batch["label"] = (bad | (np.arange(16) % 4 == 3)).astype(np.float32)
+    batch["x"][bad] = np.inf
+
+    def loss_fn(params, batch):
+        found = {
+            "mean": metrics.Mean.of(batch["x"][:, 1] * 0 + batch["n"]),
+            "extent": Extent(*[jnp.max(batch["n"])] * 2),
+        }
+        return ts.Loss.mean(jnp.sum(batch["x"] @ params["w"], -1), batch["label"], metrics=found)
+
+    batch["n"] = np.arange(16.0, dtype=np.float32)
+    state = ts.setup(ts.rules.sgd(0.1), {"w": np.full((CLASSES, 3), 0.3, np.float32)})
+    f = ts.value_and_grad(loss_fn, accumulate=accumulate, on_nonfinite="drop", check_rows=False, **options)
+    call = over_four_devices(f, batch) if options else lambda state: jax.jit(f)(state, batch)
+    loss, _ = call(state)
+    dropped = np.zeros(16, bool)
+    for i in np.flatnonzero(bad):
+        # The rows of the micro-batch of row i: each fourth row, of a device each eighth row.
+        dropped |= np.arange(16) % (8 if options else 4) == i % (8 if options else 4)
+    np.testing.assert_allclose(loss.metrics["mean"].compute(), batch["n"][~dropped].mean(), rtol=1e-6)
+    assert float(loss.dropped.sum()) > 0 and np.isfinite(loss.compute())
 
 
 # ------------------------------------------------------------------------------------------------------- numbers

@@ -81,6 +81,20 @@ def test_rows_without_weight_have_no_gradient_and_others_are_not_touched():
         np.testing.assert_allclose(loss.metrics["worst"].compute(), worst, rtol=1e-6)
 
 
+@pytest.mark.parametrize("n", [1, 5])
+def test_a_function_that_divides_by_the_norm_gets_no_weight_from_rows_without_weight(n):
+    """Their gradient is 0 before the function, and 0/0 after it; with n = 5 there are three rows of padding."""
+    normalized = lambda grads: jax.tree.map(lambda g: g / optax.tree.norm(grads), grads)
+    mask = (np.arange(ROWS) % 4 > 0).astype(np.float32)
+    extra = {"mask": mask} if n == 1 else {}
+    loss, grads = gradient(masked, extra=extra, per_example=normalized, accumulate=n)
+    weights = extra.get("mask", np.ones(ROWS))
+    rows = jax.tree.map(np.asarray, jax.vmap(normalized)(by_row(loss_fn)))
+    expected = jax.tree.map(lambda g: np.tensordot(weights / weights.sum(), g, 1), rows)
+    assert_trees_close(grads, expected, rtol=1e-4, atol=1e-6)
+    assert loss.weight == weights.sum()
+
+
 @pytest.mark.medium
 def test_each_row_has_a_key_however_the_batch_is_cut():
     def noisy(params, batch, key):

@@ -51,6 +51,17 @@ def test_the_micro_batches_are_those_of_find_accumulation():
     assert report.varied["remat"] == "none" and "devices=" in report.varied["layout"]
 
 
+def test_a_step_with_the_noise_scale_has_two_micro_batches_at_least():
+    step = dataclasses.replace(STEP, accumulate=4, noise_scale=True)
+    report = ts.plan(step, make, ROW, 64, memory="1 GiB", vary=("accumulate", "remat"), peaks=PEAKS)
+    n, trials = find_accumulation(step, jax.eval_shape(make), ROW, 64, memory="1 GiB")
+    assert report.best.accumulate == n == 2 and trials.trials[0].size == 32
+    assert report.varied["accumulate"] == "2, 4, 8, 16, 32, 64" and report.best.step.noise_scale
+    for find in (functools.partial(ts.plan, step, make), functools.partial(find_accumulation, step, make())):
+        with pytest.raises(HyperparameterError, match=r"batch_size.*: got 1, expected 2 or more micro-batches"):
+            find(ROW, 1, memory="1 GiB")
+
+
 def test_a_row_is_ready_to_call():
     """And computes what the plain step does, up to rounding."""
     rows = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)

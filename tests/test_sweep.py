@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import tsunax as ts
 from jax.sharding import NamedSharding
-from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles
+from tests.helpers import assert_trees_close, assert_trees_equal, count_compiles, medium_if
 from tsunax import testing
 from tsunax.errors import DeviceError, HyperparameterError, StateError, WrongTypeError
 
@@ -82,6 +82,82 @@ def test_each_member_is_its_single_run(accumulate):
         assert_trees_close(taken.params, one.params, rtol=1e-3, atol=1e-5)
         assert_trees_equal(jax.random.key_data(taken.key), jax.random.key_data(one.key))
         assert int(taken.step) == int(one.step) == 18
+
+
+def linear(params, batch, mask=None):
+    x, y = batch
+    errors = jnp.mean((x @ params["w"] - y) ** 2, -1)
+    return ts.Loss.mean(errors, mask, metrics={"large": (errors > 0.1).astype(jnp.float32)})
+
+
+@functools.cache
+def linear_runs():
+    setup = lambda key, rate: ts.setup(ts.rules.sgd(rate), {"w": jax.random.normal(key, (8, 3))}, key=key)
+    return ts.population(setup, N, rate=RATES)
+
+
+HALVES = {
+    "whole": ({}, jax.jit),
+    "eager": ({}, lambda f: f),
+    "padded": ({"accumulate": 5}, jax.jit),
+    "rows": ({"per_example": lambda g: g}, jax.jit),
+}
+
+
+@pytest.mark.parametrize("name", medium_if(lambda name: name != "whole", HALVES))
+def test_both_halves_of_a_step_map_over_members_as_the_step_does(name):
+    """Also in a map of the user, in which a member has no axis."""
+    options, jit = HALVES[name]
+    step, f = ts.train_step(linear, donate=False, **options), ts.value_and_grad(linear, **options)
+
+    def halves(state, batch):
+        loss, grads = f(state, batch)
+        return ts.update(state, grads, loss=loss)
+
+    runs, batch = linear_runs(), (X[:12], Y[:12])
+    expected, info = step(runs, batch)
+    state, found = jit(halves)(runs, batch)
+    mapped, _ = jit(jax.vmap(halves, (0, None)))(runs, batch)
+    for result in (state, mapped):
+        assert_trees_close(result.params, expected.params, rtol=1e-5, atol=1e-6)
+        np.testing.assert_array_equal(result.clock, expected.clock)
+    assert_trees_close(
+        (found.loss, found.grad_norm, found.metrics), (info.loss, info.grad_norm, info.metrics), rtol=1e-5, atol=1e-6
+    )
+
+
+def test_members_have_trained_parameters_batches_and_gradients_of_their_own():
+    runs, f = linear_runs(), ts.value_and_grad(linear)
+    at = jax.tree.map(lambda x: 2 * x, ts.trainable(runs))
+    x, y = jax.tree.map(lambda x: x[:48].reshape(N, 12, *x.shape[1:]), (X, Y))
+    loss, grads = f(runs, ts.populations.each((x, y)), at=at)
+    errors = np.einsum("mri,mij->mrj", x, at["w"]) - y
+    np.testing.assert_allclose(loss.compute(), np.mean(errors**2, (1, 2)), rtol=1e-5)
+    np.testing.assert_allclose(grads["w"], 2 * np.einsum("mri,mrj->mij", x, errors) / 36, rtol=1e-4, atol=1e-6)
+    state, _ = ts.update(runs, grads, loss=loss)
+    expected = runs.params["w"] - RATES[:, None, None].astype(np.float32) * grads["w"]
+    np.testing.assert_allclose(state.params["w"], expected, rtol=1e-5, atol=1e-6)
+    of_one = jax.tree.map(lambda x: x[0], grads)
+    with pytest.raises(StateError, match=r"each\[0\]\['w'\]: got float32\[8,3\], expected .* first axis of 4 members"):
+        ts.update(runs, of_one)
+    with pytest.raises(StateError, match=r"\(at=\)"):
+        f(runs, (X, Y), at=of_one)
+    with pytest.raises(StateError, match="a first axis of 4 members"):
+        ts.train_step(linear)(runs, ts.populations.each((X[:3, None], Y[:3, None])))
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_the_model_state_of_each_member_is_updated(shape):
+    def counting(params, batch, model_state):
+        mean = jnp.mean(batch[0] @ params["w"], 0)
+        return ts.Loss.mean(jnp.sum(mean), model_state=0.5 * model_state + 0.5 * (mean if shape else mean.sum()))
+
+    setup = lambda key: ts.setup(ts.rules.sgd(0.1), {"w": jax.random.normal(key, (8, 3))}, model_state=jnp.ones(shape))
+    runs = ts.population(setup, N)
+    new = ts.update_batch_stats(counting)(runs, (X, Y))
+    means = np.einsum("rk,mkj->mj", X, runs.params["w"]) / len(X)
+    np.testing.assert_allclose(new.model_state, 0.5 + 0.5 * (means if shape else means.sum(1)), rtol=1e-4)
+    np.testing.assert_array_equal(new.calls, np.ones(N))
 
 
 @pytest.mark.slow

@@ -141,6 +141,9 @@ class Idle(ts.program.TrainStep):
 
 GOOD = {
     "accumulation": lambda: testing.check_accumulation(STEP, make(), X),
+    "accumulation of a noise scale": lambda: testing.check_accumulation(
+        dataclasses.replace(STEP, accumulate=2, noise_scale=True), make(), X
+    ),
     "precision": lambda: testing.check_precision(STEP, state_in("bfloat16"), X),
     "half precision": lambda: testing.check_precision(STEP, state_in("float16"), X, 0.01),
     "sharding": lambda: testing.check_sharding(STEP, make(), X),

@@ -10,9 +10,10 @@ import zlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import tsunax as ts
-from tests.helpers import need
+from tests.helpers import medium_if, need
 from tsunax.errors import HyperparameterError, PatternError, RowError
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
@@ -326,3 +327,45 @@ def test_a_profile_has_the_number_of_each_step(tmp_path):
 def test_nothing_to_watch_is_refused(name):
     with pytest.raises(ts.errors.HyperparameterError, match=rf"{name} at Watch\(\): got \(\), expected some of"):
         ts.Watch("**", **{name: ()})
+
+
+MOMENT_PARAMS = {"mu": {"w": np.full((4, 3), 0.5, np.float32)}, "w": np.ones((4, 3), np.float32), "s": np.float32(0.5)}
+MOMENTS = {
+    "momentum": (lambda: ts.rules.sgd(0.1, momentum=0.9), "**", {"trace": lambda s: s[0].trace}),
+    "adam": (lambda: ts.rules.adam(0.1), "**", {"mu": lambda s: s[0].mu, "nu": lambda s: s[0].nu}),
+    "one leaf": (lambda: ts.rules.adam(0.1), "w", {"mu": lambda s: s[0].mu, "nu": lambda s: s[0].nu}),
+    "a scalar": (lambda: optax.adam(0.1), "s", {"mu": lambda s: s[0].mu, "nu": lambda s: s[0].nu}),
+    "two of a name": (
+        lambda: ts.rules.chain(ts.rules.adam(0.1), optax.trace(0.5), optax.trace(0.9)),
+        "mu/w",
+        {"mu": lambda s: s[0][0].mu, "nu": lambda s: s[0][0].nu, "1.trace": lambda s: s[1].trace}
+        | {"2.trace": lambda s: s[2].trace},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", medium_if(lambda name: name not in ("adam", "a scalar"), MOMENTS))
+def test_moments_are_those_of_their_parameter_whatever_its_name_and_shape(name):
+    """A group of parameters is called like a moment, and its leaf like another leaf."""
+    rule, where, moments = MOMENTS[name]
+    f = lambda params, x: jnp.mean((x @ params["w"] * params["s"]) ** 2) + jnp.mean((x @ params["mu"]["w"]) ** 2)
+    state = ts.setup(rule(), jax.tree.map(jnp.asarray, MOMENT_PARAMS))
+    after, info = ts.train_step(f, watch=ts.Watch(where, "moments"))(state, X)
+    expected = {}
+    for moment, tree_of in moments.items():
+        tree = tree_of(after.opt_state)
+        leaves = {"mu/w": tree["mu"]["w"], "w": tree["w"], "s": tree["s"]}
+        expected |= {f"{path}/{moment}_norm": norm_of(x) for path, x in leaves.items() if where in ("**", path)}
+    assert_close(info.watch.named(), expected)
+
+
+def test_a_rule_without_moments_is_refused_unless_there_is_something_else_to_watch():
+    f = lambda params, x: jnp.mean((x @ params["w"]) ** 2) + params["b"] ** 2
+    params = {"w": jnp.ones((4, 3)), "b": jnp.float32(1)}
+    half = ts.rules.partition({"w": ts.rules.adam(0.1), "b": ts.rules.sgd(0.1)})
+    for rule, where in ((ts.rules.sgd(0.1), "**"), (half, "b")):
+        step = ts.train_step(f, watch=ts.Watch(where, "moments"))
+        with pytest.raises(HyperparameterError, match=r"of at Watch\(\): got \('moments',\), .*no moments"):
+            step(ts.setup(rule, params), X)
+    _, info = ts.train_step(f, watch=ts.Watch("b", ("moments", "updates")))(ts.setup(half, params), X)
+    assert_close(info.watch.named(), {"b/updates_norm": 0.2})

@@ -1,6 +1,7 @@
 """Changes of a state between two steps: `flush` for windows, `update_batch_stats`."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -27,14 +28,15 @@ def update_batch_stats(loss_fn: Function) -> Function:
     """
     fn = LossFn.of(loss_fn)
 
-    @jax.jit
-    def run(state: TrainState, batch, extra) -> TrainState:
+    def update_member(state: TrainState, batch, extra) -> TrainState:
         keywords = fn.keywords(state, extra, train=True)
         loss = fn(*inputs_of_loss_fn(fn, state, state.params, batch, keywords), keywords)
         if loss.model_state is None:
             raise StateError("model_state", "loss_fn", "none", "Loss.mean(..., model_state=...)")
         check_model_state(loss.model_state, state.model_state)
         return state.replace(model_state=loss.model_state, calls=state.calls + 1)
+
+    run = jax.jit(functools.partial(over_members, update_member))
 
     def call(state: TrainState, batch=None, **extra) -> TrainState:
         return call_on_mesh(run, state, batch, extra, "update_batch_stats()", whole=False)

@@ -1,7 +1,8 @@
 """One gradient from many micro-batches, one after the other or one on each device.
 
 Weighted sums are divided once: the result does not depend on how a batch is cut, with any masks. A
-micro-batch without weight adds nothing, not even its NaNs.
+micro-batch without weight adds nothing, not even its NaNs, to the loss and its gradient. Metrics
+with their own weights still count its rows, unless they are padding.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -9,6 +10,8 @@ micro-batch without weight adds nothing, not even its NaNs.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from typing import Any, NamedTuple
 
 import jax
@@ -161,7 +164,7 @@ def over_micro_batches(problem: Problem, n: int, drop: bool) -> tuple[Loss, PyTr
     carry = _axes.vary((weighted_sums.zeros(like), lowest, first_state), problem.axes)
     (sums, largest, model_state), out = jax.lax.scan(add_micro_batch, carry, np.arange(n))
     take, losses, static_weight, squares = out
-    loss = merged_losses(take, losses)
+    loss = merged_losses(take, losses, None if mask is None else jnp.moveaxis(mask, 1, 0))
     grads = weighted_sums.divided(sums, loss.weight, like)
     if static_weight is not None and not drop:
         loss = dataclasses.replace(loss, weight=np.float32(n * static_weight.value))
@@ -176,7 +179,7 @@ def over_micro_batches(problem: Problem, n: int, drop: bool) -> tuple[Loss, PyTr
     return loss, grads
 
 
-def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any]:
+def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes, mask: Maybe) -> tuple[Loss, Any]:
     """`(loss, grads)` over the rows of all devices along `axes`, with one reduction of gradients.
 
     As over micro-batches: the sum of weight times gradient, divided once by the sum of weights; and
@@ -191,15 +194,16 @@ def over_devices(loss: Loss, grads: PyTree, axes: _axes.Axes) -> tuple[Loss, Any
         part = jnp.where(weight != 0, share.astype(wide) * g.astype(wide), 0)
         return jax.lax.psum(part, axes).astype(g.dtype)
 
-    return loss_over_devices(loss, axes), jax.tree.map(add, grads)
+    return loss_over_devices(loss, axes, mask), jax.tree.map(add, grads)
 
 
-def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
-    """The loss over the rows of all devices."""
+def loss_over_devices(loss: Loss, axes: _axes.Axes, mask: Maybe) -> Loss:
+    """The loss over the rows of all devices. Each device has its own mask, or none has."""
     weight = jnp.asarray(loss.weight, jnp.float32)
     losses = Loss(loss.total, weight, loss.metrics, terms=loss.terms)
-    losses = _axes.gathered(losses, axes)
-    merged = merged_losses(losses.weight != 0, losses)
+    has_rows = None if mask is None else jnp.any(jnp.asarray(mask) != 0)
+    losses, has_rows = _axes.gathered((losses, has_rows), axes)
+    merged = merged_losses(losses.weight != 0, losses, has_rows)
     if static := StaticWeight.unless_array(loss.weight):  # the same on each device
         merged = dataclasses.replace(
             merged, weight=np.float32(static.value * jax.lax.psum(1, axes))
@@ -217,17 +221,42 @@ def loss_over_devices(loss: Loss, axes: _axes.Axes) -> Loss:
     )
 
 
-def merged_losses(take: jax.Array, losses: Loss) -> Loss:
-    """Merge the losses of a stack that have a true flag in `take`."""
-    first = jax.tree.map(lambda x: x[0], (take, losses))
-    later = jax.tree.map(lambda x: x[1:], (take, losses))
+def merged_losses(take: jax.Array, losses: Loss, masks: Maybe) -> Loss:
+    """Merge the losses of a stack that have a true flag in `take`, and their metrics.
 
-    def fold(carry: Any, part: Any):
+    A loss without weight is not taken, but its metrics may have a weight. They are merged
+    unless the mask of the part, in `masks`, has only padding.
+    """
+    adds_metrics = losses.weight == 0
+    if masks is not None:
+        adds_metrics &= jax.vmap(jnp.any)(masks != 0)
+    flags = jax.tree.map(lambda _: take, losses)
+    for name, metric in losses.metrics.items():
+        flag = take | adds_metrics & jax.vmap(_counts)(metric)
+        flags.metrics[name] = jax.tree.map(lambda _, flag=flag: flag, metric)
+    stack = jax.tree.leaves(flags), losses
+    first = jax.tree.map(lambda x: x[0], stack)
+    later = jax.tree.map(lambda x: x[1:], stack)
+
+    def fold(carry: Any, part: Any) -> tuple[Any, None]:
         has_any, loss = carry
         take, new = part
-        merged = guard.choose(has_any & take, loss.merge(new), guard.choose(take, new, loss))
-        return (has_any | take, merged), None
+        merge_flags = list(map(operator.and_, has_any, take))
+        merged = guard.choose(merge_flags, loss.merge(new), guard.choose(take, new, loss))
+        return (list(map(operator.or_, has_any, take)), merged), None
 
     has_any, loss = jax.lax.scan(fold, first, later)[0]
-    # Without any flag the weight is 0, so that the mean is NaN.
-    return dataclasses.replace(loss, weight=jnp.where(has_any, loss.weight, 0))
+    # A sum without any part is 0, also its weight, so that the mean is NaN.
+    return guard.choose(has_any, loss, jax.tree.map(jnp.zeros_like, loss))
+
+
+def _counts(metric: Any) -> jax.Array:
+    """Whether a metric of rows without weight in the loss counts: if it has a weight, or is finite.
+
+    A metric of another library does not say its weight, and may be 0/0 if it has none.
+    """
+    weight = getattr(metric, "weight", 0)
+    has_weight = jnp.any(weight != 0) if trees.is_a(weight, np.number, np.bool_) else False
+    numbers = filter(trees.is_inexact, jax.tree.leaves(metric))
+    is_finite = [jnp.all(jnp.isfinite(x)) for x in numbers]
+    return functools.reduce(operator.and_, is_finite, jnp.asarray(True)) | has_weight

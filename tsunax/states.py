@@ -332,7 +332,7 @@ def over_members(f: Callable, state: TrainState | States, *args, group_size: int
     A tree in `each` has one value for each member; the members share all other trees.
     """
     leaves, treedef = jax.tree.flatten(args, is_leaf=_is_each)
-    if members_of(state) is None:
+    if (n := members_of(state)) is None:
         return f(state, *args)
 
     def call_member(parts):
@@ -341,6 +341,10 @@ def over_members(f: Callable, state: TrainState | States, *args, group_size: int
         return f(state, *treedef.unflatten(own_leaves))
 
     parts = state, [x.tree for x in leaves if _is_each(x)]
+    for path, x in trees.leaves_at("each", parts[1]):
+        if np.shape(x)[:1] != (n,):
+            expected = f"an array with a first axis of {n} members"
+            raise StateError("value", path, trees.describe(x), expected)
     if group_size is None:
         return jax.vmap(call_member)(parts)
     return jax.lax.map(call_member, parts, batch_size=group_size)

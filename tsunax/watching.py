@@ -22,6 +22,7 @@ import numpy as np
 
 from tsunax._core import Function, PyTree, Where, checks, patterns, trees
 from tsunax.errors import HyperparameterError
+from tsunax.rules.leaf_owners import owners_of
 from tsunax.state import TrainState, master_params
 
 __all__ = ["Watch"]
@@ -56,7 +57,8 @@ class Watch:
       histogram: the number of bins of a histogram of each leaf or layer, 0 for none.
 
     Raises HyperparameterError or WrongTypeError for other values; the first call raises
-    PatternError for patterns without a leaf.
+    PatternError for patterns without a leaf, and HyperparameterError if only "moments" are watched
+    and the rule has none of these leaves.
 
     >>> import tsunax as ts
     >>> watch = Watch("**", every=10, numbers=("norm", "max"))
@@ -113,6 +115,9 @@ class Watch:
             if kind != "updates"
             for group in self._groups(state, kind, read[kind]())
         ]
+        if not (groups or updates):
+            expected = "another kind, because the rule has no moments of these leaves"
+            raise HyperparameterError("of", "Watch()", self.of, expected)
         values = [self._measured(state, groups)] if groups else []
         layout = tuple(
             Block(group.path, group.kind, group.layers, self.numbers, self.histogram)
@@ -146,7 +151,7 @@ class Watch:
         if self.stacked is not None:
             is_stacked = patterns.select(self.stacked, params, "Watch()")
         flags = dict(zip(paths, zip(is_watched, is_stacked, strict=True), strict=True))
-        named = _moments(tree, paths) if kind == "moments" else _leaves(kind, tree)
+        named = _moments(state, tree) if kind == "moments" else _leaves(kind, tree)
         groups: dict[Any, Group] = {}
         for path, name, array in named:
             watched, stacked = flags[path]
@@ -240,25 +245,28 @@ def _leaves(kind: str, tree: PyTree) -> list[tuple[str, str, Any]]:
     return [(trees.path_str(name), kind, x) for name, _, x in trees.leaves_with_names(tree)]
 
 
-def _moments(opt_state: PyTree, paths: Sequence[str]) -> list[tuple[str, str, Any]]:
+def _moments(state: TrainState, opt_state: PyTree) -> list[tuple[str, str, Any]]:
     """`(path of the param, name of the moment, array)` of the arrays that belong to a leaf.
 
-    Their path ends with the path of the leaf: "0/mu/encoder/kernel". The name is "mu", or "0.mu" if
-    several moments of the leaf are called so.
+    The name is the field of the optimizer state, "mu" in the path "0/mu/encoder/kernel", or "0.mu"
+    if several moments of the leaf are called so.
     """
+    params = master_params(state)
+    names_of_params = [names for names, _, _ in trees.leaves_with_names(params)]
+    owners = owners_of(state.plan.init, opt_state, state.numbers, params)
     moments: list[tuple[str, str, Any]] = []
-    for name, _, x in trees.leaves_with_names(opt_state):
-        moment_path = trees.path_str(name)
-        owners = [path for path in paths if f"/{moment_path}".endswith(f"/{path}".rstrip("/"))]
-        if owners and trees.is_inexact(x) and np.ndim(x):
-            owner = max(owners, key=len)
-            moments.append((owner, moment_path[: len(moment_path) - len(owner)].rstrip("/"), x))
+    for (names, _, x), owner in zip(trees.leaves_with_names(opt_state), owners, strict=True):
+        if owner is not None and trees.is_inexact(x):
+            names_of_owner = names_of_params[owner]
+            depth = len(names) - len(names_of_owner)
+            prefix = names[:depth] if names[depth:] == names_of_owner else names
+            moments.append((trees.path_str(names_of_owner), trees.path_str(prefix), x))
     short = lambda prefix: prefix.rpartition("/")[2]
-    counts = Counter((owner, short(prefix)) for owner, prefix, _ in moments)
-    name_of = lambda owner, prefix: (
-        short(prefix) if counts[owner, short(prefix)] == 1 else prefix.replace("/", ".")
+    counts = Counter((path, short(prefix)) for path, prefix, _ in moments)
+    name_of = lambda path, prefix: (
+        short(prefix) if counts[path, short(prefix)] == 1 else prefix.replace("/", ".")
     )
-    return [(owner, name_of(owner, prefix), x) for owner, prefix, x in moments]
+    return [(path, name_of(path, prefix), x) for path, prefix, x in moments]
 
 
 def _numbers_of_arrays(names: Sequence[str], bins: int, arrays: Sequence[jax.Array]) -> jax.Array:

@@ -72,7 +72,7 @@ class EvalStep:
         if axes := axes_around(self.axis_name, self.title):
             from tsunax.microbatches import loss_over_devices
 
-            loss = loss_over_devices(loss, axes)
+            loss = loss_over_devices(loss, axes, keywords.get("mask"))
         if self.carry or loss.model_state is None:
             return loss
         old, new = map(jax.tree.leaves, (state.model_state, loss.model_state))

@@ -52,6 +52,11 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
         if at is not None:
             checks.check_like("(at=)", at, trained, "It has the structure of ts.trainable(state).")
             trained = at
+        if np.ndim(state.clock) > 1:  # a population, outside of the map over its members in a step
+            from tsunax.states import each, over_members
+
+            of_member = lambda state, batch, trained, extra: f(state, batch, at=trained, **extra)
+            return over_members(of_member, state, batch, each(at), extra)
         parts = trained, overwritten_part(state)
         keywords = fn.keywords(state, extra, train=True)
         if "key" in fn.names and "key" not in keywords:
@@ -75,13 +80,13 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
 
             # Each part divided its terms by the weights of the part. The first pass has summed the
             # weights of the whole batch; XLA drops the rest of that pass.
-            loss_of_all = loss_over_devices(loss, axes) if axes else loss
+            loss_of_all = loss_over_devices(loss, axes, None) if axes else loss
             part_of_all = functools.partial(gradient, whole=loss_of_all)
             loss, grads = strategy(dataclasses.replace(problem, gradient=part_of_all))
         if axes:
             from tsunax.microbatches import over_devices
 
-            loss, grads = over_devices(loss, grads, axes)
+            loss, grads = over_devices(loss, grads, axes, keywords.get("mask"))
         if not per_example:  # `per_example` finishes the gradient of each row
             grads = problem.finish(grads)
         loss = _with_noise_scale(problem, loss, grads)

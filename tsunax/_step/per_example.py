@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Extra, Function, PyTree, checks
+from tsunax import guard
+from tsunax._core import Extra, Function, Maybe, PyTree, checks
 from tsunax._cpu import convolutions
 from tsunax._step.loss_fn import Gradient, Problem, Strategy
 from tsunax.errors import LossError
@@ -28,7 +29,7 @@ def stacked(problem: Problem, n: int) -> tuple[Loss, PyTree]:
     else:
         part = lambda _, args, i: (None, convolutions.fast(each)(*args))
         losses, grads = in_turn(part, n, None, (rows, mask))[1]
-    return _joined(losses), problem.finish(grads)
+    return _joined(losses, mask), problem.finish(grads)
 
 
 def averaged(problem: Problem, of_row: Function, strategy: Strategy) -> tuple[Loss, PyTree]:
@@ -38,13 +39,16 @@ def averaged(problem: Problem, of_row: Function, strategy: Strategy) -> tuple[Lo
     """
 
     def gradient(rows: PyTree, keywords: Extra) -> tuple[Loss, PyTree]:
-        losses, grads = _each(problem.gradient, keywords)(rows, keywords.get("mask"))
+        mask = keywords.get("mask")
+        losses, grads = _each(problem.gradient, keywords)(rows, mask)
         grads = jax.vmap(problem.finish)(grads)
         changed = jax.vmap(of_row)(grads)
         checks.check_like("grads", changed, grads, "per_example changes the gradient of a row.")
+        # A function may change the zeros of a row without weight, for example to 0/0.
+        changed = jax.vmap(guard.choose)(losses.weight != 0, changed, grads)
         share = losses.weight / jnp.sum(losses.weight)
         weighted_mean = lambda g: jnp.tensordot(share.astype(g.dtype), g, 1)
-        return _joined(losses), jax.tree.map(weighted_mean, changed)
+        return _joined(losses, mask), jax.tree.map(weighted_mean, changed)
 
     rows, keywords = _rows_with_keys(problem)
     fields: Any = {"gradient": gradient, "batch": rows, "keywords": keywords}
@@ -76,8 +80,9 @@ def _each(gradient: Gradient, keywords: Extra) -> Function:
     return jax.vmap(of_row)
 
 
-def _joined(losses: Loss) -> Loss:
+def _joined(losses: Loss, mask: Maybe) -> Loss:
     """The losses of single rows, merged into the loss of the batch."""
     largest = jax.tree.map(lambda x: x.max(0), losses.overwritten)
     mergeable = dataclasses.replace(losses, mean_value=None, overwritten=None)
-    return dataclasses.replace(merged_losses(losses.weight != 0, mergeable), overwritten=largest)
+    loss = merged_losses(losses.weight != 0, mergeable, mask)
+    return dataclasses.replace(loss, overwritten=largest)

@@ -304,7 +304,8 @@ def find_accumulation(
     check_is_train_step(step, where)
     checks.check_count(multiple_of, where, "multiple_of")
     batch_size = checks.check_count(batch_size, where, "batch_size")
-    sizes = sizes_of_micro_batches(batch_size, math.lcm(multiple_of, row_parts(state)), where)
+    unit = math.lcm(multiple_of, row_parts(state))
+    sizes = sizes_of_micro_batches(step, batch_size, unit, where)
     check_has_rows(example, where)
     search, batch = Search.within(memory, margin, state, where), with_rows(example, batch_size)
 
@@ -347,13 +348,18 @@ def with_rows(example: PyTree, rows: int) -> PyTree:
     return jax.tree.map(lambda x: resized(x) if x.shape else x, shapes)
 
 
-def sizes_of_micro_batches(batch_size: int, unit: int, where: str) -> list[int]:
-    """The multiples of `unit` that divide a batch, ascending."""
+def sizes_of_micro_batches(step: TrainStep, batch_size: int, unit: int, where: str) -> list[int]:
+    """The multiples of `unit` that divide a batch, ascending; half of it at most for a noise scale.
+
+    The noise scale of a step is measured between its micro-batches.
+    """
+    min_parts = 2 if step.noise_scale else 1
     small_divisors = [n for n in range(1, math.isqrt(batch_size) + 1) if batch_size % n == 0]
     divisors = {*small_divisors, *(batch_size // n for n in small_divisors)}
-    if sizes := sorted(n for n in divisors if n % unit == 0):
+    if sizes := sorted(n for n in divisors if n % unit == 0 and n * min_parts <= batch_size):
         return sizes
-    raise HyperparameterError("batch_size", where, batch_size, f"a multiple of {unit}")
+    expected = f"{min_parts} or more micro-batches of " * (min_parts > 1) + f"a multiple of {unit}"
+    raise HyperparameterError("batch_size", where, batch_size, expected)
 
 
 def row_parts(state: Any) -> int:

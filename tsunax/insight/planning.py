@@ -270,7 +270,7 @@ def plan(
     remats: list[Any] = [None, "dots_saveable", True] if "remat" in vary else [step.remat]
     if step.remat and step.remat not in remats:
         remats.insert(1, step.remat)
-    sizes = sizes_of_micro_batches(batch_size, row_parts(first_state), where)
+    sizes = sizes_of_micro_batches(step, batch_size, row_parts(first_state), where)
     if "accumulate" not in vary:
         if batch_size % step.accumulate:
             expected = f"a multiple of accumulate={step.accumulate}"
@@ -387,8 +387,8 @@ class _Candidates:
     def _flops_of(self, remat: Any, layout: Layout) -> float:
         if remat not in self._flops:
             batch, extra = _memory.as_shapes(layout.state, self.batch, self.extra)
-            traced = self._step_of(remat, self.batch_size).trace(layout.state, batch, **extra)
-            self._flops[remat] = _cost.flops_of(traced.jaxpr)
+            uncut = dataclasses.replace(self.step, remat=remat, accumulate=1, noise_scale=False)
+            self._flops[remat] = _cost.flops_of(uncut.trace(layout.state, batch, **extra).jaxpr)
         return self._flops[remat]
 
     def _least_seconds(self, layout: Layout, remat: Any) -> float:

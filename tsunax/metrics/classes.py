@@ -216,6 +216,11 @@ class ConfusionMatrix:
 
     merge = add
 
+    @property
+    def weight(self) -> jax.Array:
+        """Σ weight over the rows."""
+        return jnp.sum(self.counts)
+
 
 @dataclass(frozen=True)
 class _ByClass:
@@ -254,6 +259,11 @@ class _ByClass:
         return cls(_confusion(predictions, targets, where, classes), average)
 
     merge = add
+
+    @property
+    def weight(self) -> jax.Array:
+        """Σ weight over the rows."""
+        return jnp.sum(self.counts)
 
     def compute(self) -> jax.Array:
         """An f32 scalar, or f32[classes] if `average` is None."""

@@ -98,6 +98,11 @@ class OfMean:
 
     merge = add
 
+    @property
+    def weight(self) -> Scalar:
+        """Σ weight over the rows."""
+        return self.mean.weight
+
     def compute(self) -> jax.Array:
         """The mean over the rows, a float32 scalar; NaN if there are none."""
         return self.mean.compute()

@@ -121,8 +121,9 @@ def _place_on_axis(history: Any, x: str) -> Callable[[Any], np.ndarray]:
     if x == "step":
         return lambda steps: np.asarray(steps, float)
     steps, values = history.series(x)
-    changes = np.flatnonzero(np.diff(values))
-    is_count = np.array_equal(values, np.round(values)) and np.all(np.diff(values) >= 0)
+    changes = np.flatnonzero(~_are_repeated(values))
+    is_count = np.array_equal(values, np.round(values)) and np.all(values[1:] >= values[:-1])
+    is_count = is_count and np.isfinite(values[-1])
     if not is_count or len(changes) == len(values) - 1:
         return lambda step: np.interp(step, steps, values)
     start = 0 if values[0] == 0 else steps[0] - 1
@@ -233,8 +234,13 @@ def _dashes(columns: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _are_repeated(values: np.ndarray) -> np.ndarray:
+    """Whether each value after the first is finite and equal to the previous value."""
+    return (values[1:] == values[:-1]) & np.isfinite(values[1:])
+
+
 def _is_mostly_constant(values: np.ndarray) -> bool:
-    return 2 * np.sum(np.diff(values) == 0) >= len(values) - 1
+    return 2 * np.sum(_are_repeated(values)) >= len(values) - 1
 
 
 def _with_jumps(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -243,7 +249,7 @@ def _with_jumps(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     A number that changes between two rows, but not before and after these rows, has jumped: it
     never had the values between, so the line gets a step there.
     """
-    is_flat = np.diff(values) == 0
+    is_flat = _are_repeated(values)
     is_flat_around = np.concatenate([[True], is_flat, [True]])
     jumps = np.flatnonzero(~is_flat & is_flat_around[:-2] & is_flat_around[2:]) + 1
     if not _is_mostly_constant(values):

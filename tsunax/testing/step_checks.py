@@ -60,6 +60,7 @@ def check_accumulation(
     """
     where = "check_accumulation()"
     check_start(step, state, where)
+    step = dataclasses.replace(step, noise_scale=False)  # the whole batch has none
     title, accumulating = f"accumulate={n}", dataclasses.replace(step, accumulate=n)
     (whole_loss, whole_grads), (loss, grads) = (
         gradient_of(s, with_settled_scale(s, state, batch, extra), batch, extra)
