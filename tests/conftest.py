@@ -146,9 +146,9 @@ def pytest_runtest_setup(item):
         pytest.skip(f"needs eight devices, JAX has {jax.device_count()}")
 
 
-# What was imported and collected stays: no collection of garbage needs to look at it again. Tracing makes objects by the
-# hundred thousand, and few of them are garbage in cycles: at Python's threshold of 700, looking for them took 8 % of the
-# tests' time, at this one 2 %.
+# What was imported and collected stays: no collection of garbage needs to look at it again. Tracing makes objects by
+# the hundred thousand, and few of them are garbage in cycles: at Python's threshold of 700, looking for them took 8 %
+# of the tests' time, at this one 2 %.
 def pytest_collection_finish():
     gc.collect()
     gc.freeze()

@@ -337,3 +337,16 @@ def test_without_a_batch_there_is_no_row(batch):
     step = ts.value_and_grad(lambda params, batch: jnp.sum(params["w"] ** 2), per_example=True)
     with pytest.raises(LossError, match=r"got no arrays, expected the same number in every leaf"):
         step(ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}), batch)
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_function_of_the_gradient_of_a_row_sees_no_frozen_leaf(n):
+    params = {"body": jnp.ones(3), "head": jnp.ones(3)}
+    x = np.random.default_rng(0).normal(size=(8, 3)).astype(np.float32)
+    loss_fn = lambda params, x: ts.Loss.mean((10 * (x @ params["body"]) + x @ params["head"]) ** 2)
+    clip = lambda g: jax.tree.map(lambda x: x / jnp.maximum(1, optax.tree.norm(g)), g)
+    step = ts.train_step(loss_fn, per_example=clip, accumulate=n, donate=False)
+    frozen, info = step(ts.freeze(ts.setup(ts.rules.sgd(1.0), params), "body"), x)
+    selected, expected = step(ts.setup(ts.rules.sgd(1.0), params, trainable="head"), x)
+    assert_trees_close(frozen.params, selected.params, rtol=1e-6, atol=0)
+    np.testing.assert_allclose(info.grad_norm, expected.grad_norm, rtol=1e-6)

@@ -249,6 +249,14 @@ def choose(take: jax.Array | list[Any], new: PyTree, old: PyTree) -> PyTree:
     return treedef.unflatten([choose_leaf(f, n, o) for f, n, o in zip(take, new, old, strict=True)])
 
 
+def without_frozen(tree: PyTree, thawed: list[Any] | None) -> PyTree:
+    """The tree with zeros for frozen leaves, which then count in no norm. Integers stay."""
+    if thawed is None:
+        return tree
+    zero = lambda x: jnp.zeros_like(x) if trees.is_inexact(x) else x
+    return choose(thawed, tree, jax.tree.map(zero, tree))
+
+
 def decide(
     take: jax.Array, applied: Callable[[], PyTree], old: PyTree, *, may_branch: bool = True
 ) -> PyTree:

@@ -42,7 +42,6 @@ from tsunax._step.updating import (
     with_moved_averages,
     with_params,
     with_unmoved,
-    without_frozen,
 )
 from tsunax.errors import RuleError, StateError
 from tsunax.loss import Loss, as_update_loss, check_model_state, number_text
@@ -247,7 +246,7 @@ def update_unchecked(
     check_model_state(model_state, state.model_state)
     value = None if loss.total is None else loss.compute()
     thawed = thawed_flags(state)
-    grads = without_frozen(grads, thawed)
+    grads = guard.without_frozen(grads, thawed)
     is_judged = on_nonfinite != "ignore"
     mean, grad_norm = mean_over_rows(grads, trained_part(state)), None
     # A rule that clips first gets the verdict's norm, and has to clip by the same bits as optax.
@@ -300,7 +299,7 @@ def _attempt(
     new = with_unmoved(state, new, thawed, emitted)
     if (replaced := loss.overwritten) is not None:
         new = dataclasses.replace(new, params=params_with_trained(new, trained_part(new), replaced))
-    updates = without_frozen(updates, thawed)
+    updates = guard.without_frozen(updates, thawed)
     of_updates = None if watch is None else watch.of_updates(state, updates)
     new = dataclasses.replace(new, clock=state.clock)
     return Attempt.from_states(state, new, emitted, updates, of_updates)

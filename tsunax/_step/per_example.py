@@ -14,6 +14,7 @@ import numpy as np
 from tsunax import guard
 from tsunax._core import Extra, Function, Maybe, PyTree, checks
 from tsunax._cpu import convolutions
+from tsunax._state import thawed_flags
 from tsunax._step.loss_fn import Gradient, Problem, Strategy
 from tsunax.errors import LossError
 from tsunax.loss import Loss, rows_of
@@ -35,13 +36,16 @@ def stacked(problem: Problem, n: int) -> tuple[Loss, PyTree]:
 def averaged(problem: Problem, of_row: Function, strategy: Strategy) -> tuple[Loss, PyTree]:
     """The strategy for the weighted mean of `of_row(gradient)` over the rows.
 
-    The batch is cut by another strategy: one batch, or micro-batches.
+    The batch is cut by another strategy: one batch, or micro-batches. `of_row` gets zeros for
+    frozen leaves, which count in no norm.
     """
+    thawed = thawed_flags(problem.state)
+    finish = lambda grads: guard.without_frozen(problem.finish(grads), thawed)
 
     def gradient(rows: PyTree, keywords: Extra) -> tuple[Loss, PyTree]:
         mask = keywords.get("mask")
         losses, grads = _each(problem.gradient, keywords)(rows, mask)
-        grads = jax.vmap(problem.finish)(grads)
+        grads = jax.vmap(finish)(grads)
         changed = jax.vmap(of_row)(grads)
         checks.check_like("grads", changed, grads, "per_example changes the gradient of a row.")
         # A function may change the zeros of a row without weight, for example to 0/0.

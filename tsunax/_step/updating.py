@@ -81,14 +81,6 @@ def mean_over_rows(grads: PyTree, params: PyTree) -> PyTree:
     return jax.tree.map(lambda g: jnp.mean(g, 0), grads) if _rows_in(grads, params) else grads
 
 
-def without_frozen(tree: PyTree, thawed: list[Any] | None) -> PyTree:
-    """The tree with zeros for frozen leaves, which then count in no norm. Integers stay."""
-    if thawed is None:
-        return tree
-    zero = lambda x: jnp.zeros_like(x) if trees.is_inexact(x) else x
-    return guard.choose(thawed, tree, jax.tree.map(zero, tree))
-
-
 def thawed_moments(state: TrainState, thawed: list[Any]) -> list[Any]:
     """For each leaf of the optimizer state, whether its parameter may move; True for a count."""
     from tsunax.rules import leaf_owners
@@ -163,8 +155,8 @@ def rule_call(
             if thawed is not None:
                 keywords[name] = _with_frozen(keywords[name], params, thawed)
     if thawed is not None:
-        params = without_frozen(params, thawed)
-        opt_state = without_frozen(opt_state, thawed_moments(state, thawed))
+        params = guard.without_frozen(params, thawed)
+        opt_state = guard.without_frozen(opt_state, thawed_moments(state, thawed))
     opt_state = opt_state if policy is None else policy.wide_moments(opt_state)
     live_opt_state = functools.partial(
         number_table.join_numbers, opt_state, state.numbers, state.step
