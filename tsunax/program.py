@@ -127,7 +127,8 @@ class TrainStep(GradientOptions):
     at_once: int | None = None
     watch: Watch | None = None
 
-    __hash__ = trees.hash_of_fields
+    def __hash__(self) -> int:
+        return trees.hash_of_fields(self)
 
     def __post_init__(self) -> None:
         checks.check_flags("train_step()", donate=self.donate, check_rows=self.check_rows)

@@ -378,15 +378,15 @@ def describe(x: Any) -> str:
     return f"the function {x.__name__}" if callable(x) and hasattr(x, "__name__") else kind
 
 
-def hash_of_fields(self: Any) -> int:
-    """The `__hash__` of a frozen dataclass: of its fields, or its identity if a field has none.
+def hash_of_fields(x: Any) -> int:
+    """The hash of the fields of a frozen dataclass, or its identity if a field has none.
 
     A loss function that is a plain dataclass, or has arrays as fields, cannot be hashed.
     """
     try:
-        return hash(tuple(getattr(self, field.name) for field in dataclasses.fields(self)))
+        return hash(tuple(getattr(x, field.name) for field in dataclasses.fields(x)))
     except TypeError:
-        return object.__hash__(self)
+        return object.__hash__(x)
 
 
 def describe_call(f: Callable[..., Any]) -> str:

@@ -48,7 +48,8 @@ class EvalStep:
     carry: bool = False
     title: ClassVar[str] = "eval_step()"  # its name in errors
 
-    __hash__ = trees.hash_of_fields
+    def __hash__(self) -> int:
+        return trees.hash_of_fields(self)
 
     def __post_init__(self) -> None:
         checks.check_flags(self.title, carry=self.carry)

@@ -53,7 +53,8 @@ class GradientOptions:
     noise_scale: bool = False
     check_rows: bool = True
 
-    __hash__ = trees.hash_of_fields
+    def __hash__(self) -> int:
+        return trees.hash_of_fields(self)
 
     @property
     def is_cut(self) -> bool:

@@ -288,7 +288,8 @@ class _Model(EvalStep):
     sharding: NamedSharding | None = None  # the placement of outputs on a mesh
     title: ClassVar[str] = "predict()"
 
-    __hash__ = trees.hash_of_fields
+    def __hash__(self) -> int:
+        return trees.hash_of_fields(self)
 
     @functools.cached_property
     def _fn(self) -> LossFn:
