@@ -100,6 +100,7 @@ def test_columns_have_what_was_added():
     np.testing.assert_array_equal(history["val/loss"], [NAN, NAN, 4.0])
     assert history["step"].dtype == np.int64 and history["rate"].dtype == np.float64
     assert [x.tolist() for x in history.series("step")] == [[1, 5, 9]] * 2 and history.last("step") == 9
+    assert history.newest("step") == (9, 9) and History().newest("step") is None
     steps, values = history.series("val/loss")  # the NaN that was measured is there, the missing ones are not
     np.testing.assert_array_equal(steps, [5, 9])
     np.testing.assert_array_equal(values, [NAN, 4.0])

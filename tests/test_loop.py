@@ -2107,3 +2107,19 @@ def test_a_loss_function_without_a_hash(factor):
     assert_trees_equal(state, again)
     assert "FLOP" in str(ts.describe(step, state, batch))
     assert ts.evaluate(ts.eval_step(Loss(factor)), state, data)["loss"] < 1
+
+
+def test_an_evaluator_may_have_a_loss_function():
+    class Evaluator:
+        def __init__(self, loss_fn):
+            self.loss_fn = loss_fn
+
+        def __call__(self, state):
+            return {"val/loss": float(self.loss_fn(state.params, toys.X))}
+
+    step, options = ts.train_step(toys.loss_fn), {"epochs": 1, "progress": False}
+    _, history = ts.fit(step, toys.state(), [toys.X], evaluate=Evaluator(toys.loss_fn), **options)
+    assert history.last("val/loss") > 0
+    for one in (step, ts.eval_step(toys.loss_fn)):
+        with pytest.raises(WrongTypeError, match=r"evaluate at fit.*lambda state: ts\.evaluate"):
+            ts.fit(step, toys.state(), [toys.X], evaluate=one, **options)

@@ -375,6 +375,38 @@ def test_a_metric_counts_its_own_rows_however_the_batch_is_cut(name):
     np.testing.assert_allclose([loss.compute(), loss.weight], [value, 3], rtol=1e-5)
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Largest:
+    """A metric that is no sum, and does not say its weight: without rows it is -inf."""
+
+    value: jax.Array
+
+    def merge(self, other):
+        return Largest(jnp.maximum(self.value, other.value))
+
+    def compute(self):
+        return self.value
+
+
+@pytest.mark.parametrize("devices", [False, True])
+@pytest.mark.parametrize("of_row", [False, lambda grads: grads])
+@pytest.mark.parametrize("labels", [[1, 1, 0, 0, 0, 0, 0, 0], [1, 0, 1, 0, 1, 0, 1, 0], [0] * 8])
+def test_a_largest_number_is_of_the_rows_that_count_however_the_batch_is_cut(labels, of_row, devices):
+    def loss_fn(params, batch):
+        x, label = batch
+        found = {"largest": Largest(jnp.max(jnp.where(label > 0, -1 - x, -jnp.inf)))}
+        return ts.Loss.mean(x * params["w"], label, metrics=found)
+
+    batch = np.arange(2.0, 10.0, dtype=np.float32), np.array(labels, np.float32)
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.float32(1.0)})
+    options = SPREAD if devices else {"accumulate": 2}
+    f = ts.value_and_grad(loss_fn, per_example=of_row, check_rows=False, **options)
+    call = over_four_devices(f, batch) if devices else lambda state: jax.jit(f)(state, batch)
+    expected = -3.0 if any(labels) else -np.inf
+    assert float(call(state)[0].metrics["largest"].compute()) == expected
+
+
 @pytest.mark.parametrize("name", ["micro-batches", "rows", "devices"])
 def test_a_nan_of_rows_without_weight_in_the_loss_is_a_nan_of_the_metric_that_counts_them(name):
     batch, options = labeled_rows(), CUT_OPTIONS[name]

@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import types
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -1247,6 +1248,18 @@ def test_a_loader_whose_order_depends_on_its_epochs_resumes_at_any_step(tmp_path
     fit(tmp_path / "cut", make(), **{"steps": None, **goal}, data=wrap(Shuffled()), fast_forward=True)
     cut, _ = fit(tmp_path / "cut", make(), 12, data=wrap(Shuffled()), fast_forward=True)
     assert_trees_equal(whole.params, cut.params)
+
+
+@pytest.mark.parametrize("forward", [False, True])
+def test_a_loader_in_hand_at_the_end_of_an_epoch_is_not_read_again(tmp_path, forward):
+    whole, _ = fit(tmp_path / "whole", make(), 12, data=Shuffled(), fast_forward=True)
+    loader = Shuffled()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for epochs in (1, 2, 3):
+            cut, _ = fit(tmp_path / "cut", make(), None, epochs=epochs, data=loader, fast_forward=forward)
+    assert_trees_equal(whole.params, cut.params)
+    assert not any("began anew" in str(warning.message) for warning in seen)
 
 
 def test_a_resume_without_fast_forward_at_the_end_of_an_epoch_is_warned_of(tmp_path):

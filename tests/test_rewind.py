@@ -260,6 +260,19 @@ def test_a_rejected_call_after_a_rewind_makes_a_run_go_back_again(tmp_path):
     assert [mark[1] for mark in history.marks].count("rewind") == 2 and int(state.step) == 24
 
 
+@pytest.mark.parametrize("info", [lambda info: {"loss": info.loss}, lambda info: info.loss])
+def test_a_call_that_a_step_of_your_own_rejected_makes_a_run_go_back(tmp_path, info):
+    """Its infos have no verdict, so the history has no mark of the call."""
+
+    def step(state, batch):
+        state, report = NOISY.pure(state, batch, {})
+        return state, info(report)
+
+    rewind = ts.callbacks.rewind("rejected", back=1)
+    _, state, history = a_run(tmp_path / "a", [rewind], step=step, data=with_a_bad_batch(5), every=2)
+    assert [mark[1] for mark in history.marks].count("rewind") == 1 and int(state.step) == STEPS
+
+
 @pytest.mark.filterwarnings("ignore:step:RuntimeWarning")
 def test_calls_that_were_rejected_before_the_run_make_no_rewind(tmp_path):
     state, _ = NOISY(a_state(), with_a_bad_batch(0)[0])

@@ -247,7 +247,9 @@ def merged_losses(take: jax.Array, losses: Loss, masks: Maybe) -> Loss:
 
     has_any, loss = jax.lax.scan(fold, first, later)[0]
     # A sum without any part is 0, also its weight, so that the mean is NaN.
-    return guard.choose(has_any, loss, jax.tree.map(jnp.zeros_like, loss))
+    metrics = {name: _uncounted(metric) for name, metric in loss.metrics.items()}
+    empty = dataclasses.replace(jax.tree.map(jnp.zeros_like, loss), metrics=metrics)
+    return guard.choose(has_any, loss, empty)
 
 
 def _counts(metric: Any) -> jax.Array:
@@ -255,8 +257,26 @@ def _counts(metric: Any) -> jax.Array:
 
     A metric of another library does not say its weight, and may be 0/0 if it has none.
     """
-    weight = getattr(metric, "weight", 0)
-    has_weight = jnp.any(weight != 0) if trees.is_a(weight, np.number, np.bool_) else False
+    weight = _weight_of(metric)
+    has_weight = False if weight is None else jnp.any(weight != 0)
     numbers = filter(trees.is_inexact, jax.tree.leaves(metric))
     is_finite = [jnp.all(jnp.isfinite(x)) for x in numbers]
     return functools.reduce(operator.and_, is_finite, jnp.asarray(True)) | has_weight
+
+
+def _uncounted(metric: Any) -> Any:
+    """A metric to which no part adds, and which `_counts` leaves out of another merge.
+
+    Sums with a weight are 0. A metric of another library, such as a maximum, may have no neutral
+    number: it is not finite.
+    """
+    if _weight_of(metric) is not None:
+        return jax.tree.map(jnp.zeros_like, metric)
+    unknown = lambda x: jnp.where(jnp.isfinite(x), jnp.nan, x)
+    return jax.tree.map(lambda x: unknown(x) if trees.is_inexact(x) else jnp.zeros_like(x), metric)
+
+
+def _weight_of(metric: Any) -> Any:
+    """The weight of a metric; None if it does not say it."""
+    weight = getattr(metric, "weight", None)
+    return weight if trees.is_a(weight, np.number, np.bool_) else None

@@ -7,6 +7,7 @@ other libraries. The state of a loader is found by duck type.
 import contextlib
 import copy
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,10 @@ from tsunax.errors import DataError, TsunaxError, WrongTypeError, told
 
 END = object()
 GETTERS, SETTERS = ("get_state", "state_dict"), ("set_state", "load_state_dict")
+
+# {data at the end of an epoch: the number of the next epoch}, for all data that this process reads,
+# but not for data without a hash or weak references, such as lists.
+_NEXT_EPOCHS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def _next(batches: Iterator[Any]) -> Any:
@@ -83,6 +88,8 @@ class Source:
         self._batches: Any = None  # the iterator of this epoch
         # a batch that was read too many (or `END`, or an error), the state before it, `is_whole`
         self._excess: Any = None
+        # whether the current epoch was restored and the epochs before it were not read
+        self.skips_epochs: bool = False
         self._count_read, self._restored = 0, False
         self._is_data, self._is_list = isinstance(data, Data), type(data) in (list, tuple)
 
@@ -151,6 +158,8 @@ class Source:
         # Datasets of Hugging Face restore a position in the epoch of this number only.
         if callable(set_epoch := getattr(self.data, "set_epoch", None)):
             set_epoch(self.epoch)
+        with contextlib.suppress(TypeError):
+            _NEXT_EPOCHS.pop(self.data, None)
         return iter(self.data)
 
     def _owned(self, batch: Any, position: int) -> Any:
@@ -171,6 +180,8 @@ class Source:
             )
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0
+        with contextlib.suppress(TypeError):
+            _NEXT_EPOCHS[self.data] = self.epoch
 
     def next(self) -> PyTree:
         """The next batch; None at the end of an epoch, and then the next epoch begins.
@@ -364,7 +375,12 @@ class Source:
                 expected="get_state/set_state or state_dict/load_state_dict",
                 fix="Use ts.batches or grain; or fast_forward=True, to read earlier batches again.",
             )
-        if must_read or fast_forward:  # the order of an epoch may depend on the epochs before it
+        is_at_place = False
+        with contextlib.suppress(TypeError):
+            is_at_place = _NEXT_EPOCHS.get(self.data) == self.epoch
+        self.skips_epochs = bool(self.epoch) and not (must_read or fast_forward or is_at_place)
+        # the order of an epoch may depend on the epochs before it
+        if must_read or (fast_forward and not is_at_place):
             goal = self.epoch, self.position
             self.epoch, self.position = self.epoch if self._is_list else 0, 0
             while (self.epoch, self.position) < goal:

@@ -323,9 +323,9 @@ class History:
 
     def newest(self, name: str) -> tuple[int, float] | None:
         """The last (step, value) of `name`, for example `(20, 1.75)`; None if it has none."""
-        if name not in self._columns:
+        if name not in self or not len(self):
             return None
-        rows, values = self._columns[name]
+        rows, values = self._column(name)
         return self._steps[rows[-1]], values[-1]
 
     def _numbers_at(self, step: int) -> dict[str, float]:

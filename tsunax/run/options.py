@@ -130,7 +130,9 @@ class Options:
                 )
             return
         example = "f(state), as lambda state: ts.evaluate(eval_step, state, {'val': data})"
-        if hasattr(self.evaluate, "loss_fn"):  # a step, which a state without a batch would call
+        # an `EvalStep`, of which the loop needs no module, takes a state without a batch, too
+        is_eval_step = getattr(self.evaluate, "title", "") == "eval_step()"
+        if is_eval_step or isinstance(self.evaluate, TrainStep):
             raise WrongTypeError("evaluate", where, trees.describe(self.evaluate), example)
         checks.check_takes("evaluate", where, self.evaluate, example, None)
         cadence_of(self.evaluate_every, where, "evaluate_every")

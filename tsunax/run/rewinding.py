@@ -9,9 +9,8 @@ the loop ends                the run begins again at that checkpoint, as after a
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar
 
@@ -139,7 +138,7 @@ def go_back(saving: Any, run: Any) -> Restored:
         "is_script_edited": saving.script["is_script_edited"] or restored.is_edited,
     }
     script.pop("stop", None)
-    memory = memory_after(saving, restored.callbacks or {})
+    memory = memory_after(saving, restored)
     plain_history, metrics = history.plain(), saver.metrics().get(step, {})
     saver._save(state, step, place, plain_history, memory, metrics, script, calls=calls)
     saver.wait()
@@ -148,21 +147,38 @@ def go_back(saving: Any, run: Any) -> Restored:
     return dataclasses.replace(restored, **new, script=script, is_edited=False)
 
 
-def memory_after(saving: Any, restored_memory: Mapping[str, Any]) -> dict[str, Any]:
-    """The memory of callbacks in the checkpoint, with the current values that outlive rewinds."""
-    memory, options = {name: {**x} for name, x in restored_memory.items()}, saving.options
+def memory_after(saving: Any, restored: Restored) -> dict[str, Any]:
+    """The memory of callbacks in the checkpoint, with the current values that outlive rewinds.
+
+    A `rewind` waits for a call that is rejected after this checkpoint.
+    """
+    memory = {name: {**x} for name, x in (restored.callbacks or {}).items()}
+    options, rejected = saving.options, int(counts_of(restored.state)[2])
     for name, callback in zip(options.names, (*options.callbacks, *options.parts), strict=True):
         current = saving.memory.get(name, {})
         for key in _lasting_keys(callback):
             if key in current:
                 memory.setdefault(name, {})[key] = current[key]
+        if any(isinstance(f, rewind) for f in _wrapped(callback)):
+            memory.setdefault(name, {})["rejected"] = rejected
     return memory
 
 
 def _lasting_keys(callback: Any) -> Iterable[str]:
     """The keys of its memory that a rewind does not restore, also of a function that it wraps."""
-    keys, inner = getattr(callback, "outlives_rewinds", ()), getattr(callback, "__dict__", {})
-    return (*keys, *_lasting_keys(inner["fn"])) if "fn" in inner else keys
+    keys: list[str] = []
+    for f in _wrapped(callback):
+        keys += getattr(f, "outlives_rewinds", ())
+    return keys
+
+
+def _wrapped(callback: Any) -> list[Any]:
+    """The callback, its `fn` if it is a wrapper, and so on down to a function without an `fn`."""
+    functions = []
+    while callback is not None and not any(callback is f for f in functions):
+        functions.append(callback)
+        callback = getattr(callback, "fn", None)
+    return functions
 
 
 @dataclass(frozen=True)
@@ -234,12 +250,9 @@ class rewind:
         if not isinstance(self.when, str):
             return bool(self.when(run))
         if self.when == "rejected":
-            # A rewind restores the memory of a boundary before its checkpoint, which may have more
-            # rejected calls than that: only the calls behind the mark of the rewind are new.
-            names = (name for _, name, _ in reversed(run.history.marks))
-            new_names = [*itertools.takewhile(lambda name: name != "rewind", names)]
             count = int(counts_of(run.state)[2])
-            old_count = max(run.memory.get("rejected", 0), count - new_names.count("rejected"))
+            if (old_count := run.memory.get("rejected")) is None:  # a wrapper gets no "start"
+                old_count = count - [name for _, name, _ in run.history.marks].count("rejected")
             run.memory["rejected"] = count
             return count > old_count
         newest = run.history.newest("epoch")  # each row of training has it

@@ -214,7 +214,7 @@ class Saving(EachBoundary):
                 "fast_forward=True, which reads all earlier batches again, or a loader with "
                 "get_state/set_state or state_dict/load_state_dict."
             )
-            if feed.epoch and feed.source.is_placed:
+            if feed.source.skips_epochs:
                 text += (
                     f" Now epoch {feed.epoch} began anew, without the epochs before it: its "
                     "batches are others if the order depends on these."
