@@ -195,8 +195,8 @@ def askers(package: Path) -> dict[str, list[str]]:
 # Who may ask. Others say what they need to `states.py`: `refuse_population`, `row_axes`, `over_members`, ... The
 # list only gets shorter.
 ASKS_FOR_MEMBERS = set(
-    "_state.state_setup _state.state_text _step.finite_state _step.gradients checkpoints._writing checkpoints.merging "
-    "program run.evaluation run.feed run.rejections step".split()
+    "_state.state_setup _state.state_text _step.finite_state checkpoints._writing checkpoints.merging program "
+    "run.evaluation run.feed run.rejections".split()
 )
 
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step.gradients import gradient_of, search_functions
-from tsunax._step.loss_fn import CutsItsBatch, GradientOptions, LossFn
+from tsunax._step.loss_fn import CutsItsBatch, GradientOptions, LossFn, hash_of_fields
 from tsunax.errors import StateError, WrongTypeError
 from tsunax.guard import tracing
 from tsunax.loss import StaticWeight
@@ -128,7 +128,7 @@ class TrainStep(GradientOptions):
     watch: Watch | None = None
 
     def __hash__(self) -> int:
-        return trees.hash_of_fields(self)
+        return hash_of_fields(self)
 
     def __post_init__(self) -> None:
         checks.check_flags("train_step()", donate=self.donate, check_rows=self.check_rows)

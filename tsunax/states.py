@@ -332,7 +332,8 @@ def over_members(f: Callable, state: TrainState | States, *args, group_size: int
     A tree in `each` has one value for each member; the members share all other trees.
     """
     leaves, treedef = jax.tree.flatten(args, is_leaf=_is_each)
-    if (n := members_of(state)) is None:
+    n = members_of(state)
+    if n is None:
         return f(state, *args)
 
     def call_member(parts):
@@ -348,6 +349,12 @@ def over_members(f: Callable, state: TrainState | States, *args, group_size: int
     if group_size is None:
         return jax.vmap(call_member)(parts)
     return jax.lax.map(call_member, parts, batch_size=group_size)
+
+
+def with_own_values(f: Callable, state: TrainState | States, values: tuple, *shared) -> Any:
+    """`f(state, *values, *shared)`; for a population with the state and values of each member."""
+    own_values = values if members_of(state) is None else map(each, values)
+    return over_members(f, state, *own_values, *shared)
 
 
 def of_first_member(state: TrainState, *args: Any) -> tuple[Any, ...]:

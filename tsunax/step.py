@@ -211,13 +211,11 @@ def update(
         from tsunax._step import step_errors
 
         step_errors.check_extra(state, extra)
-    if state.clock.ndim > 1:
-        from tsunax.states import each, over_members
+    from tsunax.states import with_own_values
 
-        options: Extra = {"on_nonfinite": on_nonfinite, "norms": norms, "extra": extra}
-        update_member = functools.partial(update_unchecked, **options)
-        return over_members(update_member, state, each(grads), each(loss), each(model_state))
-    return update_unchecked(state, grads, loss, model_state, on_nonfinite, norms, extra)
+    options: Extra = {"on_nonfinite": on_nonfinite, "norms": norms, "extra": extra}
+    update_member = functools.partial(update_unchecked, **options)
+    return with_own_values(update_member, state, (grads, loss, model_state))
 
 
 def check_norms(norms: object, where: str) -> None:

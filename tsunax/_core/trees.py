@@ -378,17 +378,6 @@ def describe(x: Any) -> str:
     return f"the function {x.__name__}" if callable(x) and hasattr(x, "__name__") else kind
 
 
-def hash_of_fields(x: Any) -> int:
-    """The hash of the fields of a frozen dataclass, or its identity if a field has none.
-
-    A loss function that is a plain dataclass, or has arrays as fields, cannot be hashed.
-    """
-    try:
-        return hash(tuple(getattr(x, field.name) for field in dataclasses.fields(x)))
-    except TypeError:
-        return object.__hash__(x)
-
-
 def describe_call(f: Callable[..., Any]) -> str:
     """A function with the names of its parameters: "loss(params, batch, *, key)"."""
     parameters = inspect.signature(f).parameters.values()

@@ -15,7 +15,7 @@ import jax
 from tsunax._core import AxisName, Extra, Function, PyTree, checks, trees
 from tsunax._step import on_mesh
 from tsunax._step.gradients import axes_around
-from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
+from tsunax._step.loss_fn import LossFn, MadeOfLossFn, hash_of_fields, inputs_of_loss_fn
 from tsunax.errors import hide_own_frames
 from tsunax.loss import Loss
 from tsunax.program import check_byte_order, place_state
@@ -40,16 +40,15 @@ def call_on_mesh(
 
 
 @dataclass(frozen=True)
-class EvalStep:
+class EvalStep(MadeOfLossFn):
     """The result of `eval_step(loss_fn, ...)`: `f(state, batch, **extra) -> Loss`."""
 
-    loss_fn: Function
     axis_name: AxisName = None
     carry: bool = False
     title: ClassVar[str] = "eval_step()"  # its name in errors
 
     def __hash__(self) -> int:
-        return trees.hash_of_fields(self)
+        return hash_of_fields(self)
 
     def __post_init__(self) -> None:
         checks.check_flags(self.title, carry=self.carry)

@@ -52,11 +52,13 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
         if at is not None:
             checks.check_like("(at=)", at, trained, "It has the structure of ts.trainable(state).")
             trained = at
-        if np.ndim(state.clock) > 1:  # a population, outside of the map over its members in a step
-            from tsunax.states import each, over_members
+        from tsunax.states import with_own_values
 
-            of_member = lambda state, batch, trained, extra: f(state, batch, at=trained, **extra)
-            return over_members(of_member, state, batch, each(at), extra)
+        return with_own_values(of_member, state, (trained,), batch, extra)
+
+    def of_member(
+        state: TrainState, trained: PyTree, batch: PyTree, extra: Extra
+    ) -> tuple[Loss, PyTree]:
         parts = trained, overwritten_part(state)
         keywords = fn.keywords(state, extra, train=True)
         if "key" in fn.names and "key" not in keywords:

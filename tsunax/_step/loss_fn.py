@@ -40,11 +40,28 @@ _STEP_NAMES = frozenset(
 Gradient = Callable[[Any, Extra], tuple[Loss, Any]]
 
 
+def hash_of_fields(x: Any) -> int:
+    """The hash of the fields of a frozen dataclass, or its identity if a field has none.
+
+    A loss function that is a plain dataclass, or has arrays as fields, cannot be hashed.
+    """
+    try:
+        return hash(tuple(getattr(x, field.name) for field in dataclasses.fields(x)))
+    except TypeError:
+        return object.__hash__(x)
+
+
 @dataclass(frozen=True)
-class GradientOptions:
-    """The options of a gradient, which `train_step` explains."""
+class MadeOfLossFn:
+    """The base of a step and of an evaluation, which are made of a loss function."""
 
     loss_fn: Function
+
+
+@dataclass(frozen=True)
+class GradientOptions(MadeOfLossFn):
+    """The options of a gradient, which `train_step` explains."""
+
     accumulate: int = 1
     remat: bool | str | Function | None = None
     on_nonfinite: str = "skip"
@@ -54,7 +71,7 @@ class GradientOptions:
     check_rows: bool = True
 
     def __hash__(self) -> int:
-        return trees.hash_of_fields(self)
+        return hash_of_fields(self)
 
     @property
     def is_cut(self) -> bool:

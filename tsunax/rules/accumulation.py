@@ -1,5 +1,6 @@
 """`rules.accumulate`: the weighted mean of the gradients of several calls, as one gradient."""
 
+import dataclasses
 import functools
 import operator
 from dataclasses import dataclass
@@ -52,9 +53,12 @@ def windows_of_sums(opt_state: PyTree) -> list[Window | None]:
     """For each leaf of a sum its unfinished window; None for other leaves."""
     windows: list[Window | None] = []
     for x in jax.tree.leaves(opt_state, is_leaf=_is_window):
-        fields = vars(x).items() if _is_window(x) else [("", x)]
-        for name, field in fields:
-            windows += [x if name == "sums" else None] * len(jax.tree.leaves(field))
+        if not _is_window(x):
+            windows.append(None)
+            continue
+        for field in dataclasses.fields(x):
+            count = len(jax.tree.leaves(getattr(x, field.name)))
+            windows += [x if field.name == "sums" else None] * count
     return windows
 
 

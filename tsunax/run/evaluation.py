@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from tsunax._core import Extra, Function, PyTree, checks, placement, processes, trees
 from tsunax._core.tables import flat
 from tsunax._step.evaluation import EvalStep
-from tsunax._step.loss_fn import LossFn, inputs_of_loss_fn
+from tsunax._step.loss_fn import LossFn, hash_of_fields, inputs_of_loss_fn
 from tsunax.data.checks import check_batch
 from tsunax.data.cursors import as_source
 from tsunax.data.positions import Data, innermost
@@ -289,7 +289,7 @@ class _Model(EvalStep):
     title: ClassVar[str] = "predict()"
 
     def __hash__(self) -> int:
-        return trees.hash_of_fields(self)
+        return hash_of_fields(self)
 
     @functools.cached_property
     def _fn(self) -> LossFn:

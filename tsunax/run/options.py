@@ -12,6 +12,7 @@ import numpy as np
 from tsunax._core import Function, PyTree, checks, processes, trees
 from tsunax._core.cadence import Cadence, When, cadence_of
 from tsunax._core.interrupts import SIGNALS
+from tsunax._step.loss_fn import MadeOfLossFn
 from tsunax.errors import WrongTypeError
 from tsunax.program import TrainStep
 from tsunax.run.history import Clock, History
@@ -130,9 +131,7 @@ class Options:
                 )
             return
         example = "f(state), as lambda state: ts.evaluate(eval_step, state, {'val': data})"
-        # an `EvalStep`, of which the loop needs no module, takes a state without a batch, too
-        is_eval_step = getattr(self.evaluate, "title", "") == "eval_step()"
-        if is_eval_step or isinstance(self.evaluate, TrainStep):
+        if isinstance(self.evaluate, MadeOfLossFn):  # which takes a state without a batch, too
             raise WrongTypeError("evaluate", where, trees.describe(self.evaluate), example)
         checks.check_takes("evaluate", where, self.evaluate, example, None)
         cadence_of(self.evaluate_every, where, "evaluate_every")
