@@ -196,7 +196,7 @@ def askers(package: Path) -> dict[str, list[str]]:
 # list only gets shorter.
 ASKS_FOR_MEMBERS = set(
     "_state.state_setup _state.state_text _step.finite_state checkpoints._writing checkpoints.merging program "
-    "run.evaluation run.feed run.rejections".split()
+    "run.evaluation run.rejections".split()
 )
 
 

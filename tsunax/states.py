@@ -268,9 +268,14 @@ def refuse_population(
         raise StateError("state", where, got="a population", expected="one state", fix=fix)
 
 
+def divides_rows(state: Any) -> bool:
+    """Whether devices divide the rows of a batch; each member of a population gets all rows."""
+    return members_of(state) is None
+
+
 def row_axes(state: Any, mesh: Any) -> tuple[str, ...]:
-    """The axes of a mesh that divide rows; none for a population: each member gets all rows."""
-    return placement.data_axes(mesh) if members_of(state) is None else ()
+    """The axes of a mesh that divide the rows of a batch."""
+    return placement.data_axes(mesh) if divides_rows(state) else ()
 
 
 def member_axes(state: Any, mesh: Any) -> tuple[str, ...] | None:

@@ -64,10 +64,8 @@ class _Stack:
         self.count += 1
 
     def stacked(self) -> Any:
-        stacked_leaves = [
-            jnp.stack(x) if isinstance(x, list) else x[: self.count] for x in self.leaves
-        ]
-        return self.treedef.unflatten(stacked_leaves)
+        stack = lambda x: jnp.stack(x) if isinstance(x, list) else x[: self.count]
+        return self.treedef.unflatten(map(stack, self.leaves))
 
 
 class Source:
@@ -170,14 +168,9 @@ class Source:
 
     def _end_epoch(self) -> None:
         if self.position == 0:
-            raise DataError(
-                "data",
-                f"epoch {self.epoch}",
-                got=f"no batch at all, {self._count_read} in earlier epochs",
-                expected="at least one",
-                fix="A generator can be read once: give a list, ts.batches(...) or a "
-                "grain dataset.",
-            )
+            got = f"no batch at all, {self._count_read} in earlier epochs"
+            fix = "A generator can be read once: give a list, ts.batches(...) or a grain dataset."
+            raise DataError("data", f"epoch {self.epoch}", got, "at least one", fix)
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0
         with contextlib.suppress(TypeError):

@@ -237,8 +237,8 @@ class Gathered:
 class ResidentRows(Feeder):
     """The rows of arrays on the device, which the program gathers."""
 
-    def __init__(self, source: Source, is_population: bool) -> None:
-        self._source, self._is_population = source, is_population
+    def __init__(self, source: Source, divides_rows: bool) -> None:
+        self._source, self._divides_rows = source, divides_rows
         self.size: int = max(2, min(len(source.data), RESIDENT))
         self._full_rows = 0  # rows of a batch, except for a short batch at the end of an epoch
 
@@ -249,7 +249,7 @@ class ResidentRows(Feeder):
         first, (steps, rows) = gathered
         self._full_rows = max(self._full_rows, rows)
         size = self.size if rows == self._full_rows else 2  # the short batch
-        spread = None if self._is_population else placement.rows_over(home, rows)
+        spread = placement.rows_over(home, rows) if self._divides_rows else None
         data, start = source.data, np.int32(first)
         feed = Gathered(data.resident, data.device_order(epoch), start, rows, size, spread)
         return Chunk(feed, steps, epoch, 0)
@@ -259,16 +259,16 @@ class OfHost(Feeder):
     """A feeder of batches on the host, with one form for each of their shapes."""
 
     def __init__(
-        self, source: Source, forms: Forms, step: Step, is_population: bool, last_epoch: float = 0
+        self, source: Source, forms: Forms, step: Step, divides_rows: bool, last_epoch: float = 0
     ) -> None:
         self._source, self._forms, self._step = source, forms, step
-        self._is_population = is_population
+        self._divides_rows = divides_rows
         self._last_epoch = last_epoch  # a call may cross the ends of earlier epochs; 0: of none
 
     @property
     def _is_whole(self) -> bool:
         """Whether each device takes all rows, as the members of a population do."""
-        return self._source.is_whole or self._is_population
+        return self._source.is_whole or not self._divides_rows
 
 
 class SingleBatches(OfHost):

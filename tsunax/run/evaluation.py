@@ -27,7 +27,7 @@ from tsunax.errors import LossError, StateError, WrongTypeError, warn
 from tsunax.loss import Loss, check_model_state, rows_of
 from tsunax.program import TrainStep
 from tsunax.state import TrainState, donated
-from tsunax.states import members_of
+from tsunax.states import divides_rows, members_of
 
 # whether `evaluate` takes the first batch only: `fit` needs only the names of the numbers
 ONE_BATCH: contextvars.ContextVar[bool] = contextvars.ContextVar("one batch", default=False)
@@ -146,7 +146,7 @@ def _placed_batches(
         placement.check_devices(batch, home)
         parts = batch, mask
         if moves or isinstance(home, NamedSharding):
-            if source.is_whole or members_of(state) is not None:
+            if source.is_whole or not divides_rows(state):
                 batch, mask = placement.replicate(parts, home, shared=False)
             else:
                 batch, mask = placement.put_rows(parts, home, whole=is_one_process, shared=False)

@@ -31,7 +31,7 @@ from tsunax.program import TrainStep
 from tsunax.run import chunks, fused_loop, info_columns
 from tsunax.run.chunks import NO_LIMIT, Chunk, Feeder, Limits
 from tsunax.state import Clocked
-from tsunax.states import members_of
+from tsunax.states import divides_rows
 
 # A call has room for `steps_per_call` batches up to this; above it only for the steps of the run.
 MOST_ROOM = 1024
@@ -125,10 +125,8 @@ class Feed:
         self._home: Any = placement.state_sharding(state)
         self._may_have_moved, self._has_ended = False, False
         self._place: dict[str, Any] | None = None  # kept with a batch: a loader's may change later
-        is_population = members_of(state) is not None
-        self._choose: Function = lambda home: _feeder_of(
-            self.source, step, is_population, home, limits
-        )
+        divided = divides_rows(state)
+        self._choose: Function = lambda home: _feeder_of(self.source, step, divided, home, limits)
         self._feeder: Feeder = self._choose(self._home)
 
     @property
@@ -239,9 +237,7 @@ class Feed:
             self.source.data.close()  # ends the thread that reads ahead
 
 
-def _feeder_of(
-    source: Source, step: Step, is_population: bool, home: Any, limits: Limits
-) -> Feeder:
+def _feeder_of(source: Source, step: Step, divided: bool, home: Any, limits: Limits) -> Feeder:
     """The feeder for this source, for a state with the sharding `home`."""
     data = source.data
     if isinstance(limits.steps_per_call, int):  # more room is never filled
@@ -250,8 +246,8 @@ def _feeder_of(
     if isinstance(data, NoData):
         return chunks.NoBatches(limits)
     if limits.steps_per_call is not None and _is_resident(data, home):
-        return chunks.ResidentRows(source, is_population)
-    forms, call = chunks.Forms(data, limits), (step, is_population)
+        return chunks.ResidentRows(source, divided)
+    forms, call = chunks.Forms(data, limits), (step, divided)
     if limits.steps_per_call is None:
         return chunks.SingleBatches(source, forms, *call)
     if isinstance(data, list | tuple) and len(data) == 1 and limits.last_epoch > 0:

@@ -377,12 +377,8 @@ class Fit:
         if isinstance(run.info, info_columns.StatesInfo):
             clock, run.info = run.info.clock, run.info.info
             if has_clock and int(clock[0]) != run.step:
-                raise StateError(
-                    "state",
-                    "step",
-                    got=f"a run at step {clock[0]}",
-                    expected=f"{run.step}: one run.advance() a call",
-                )
+                expected = f"{run.step}: one run.advance() a call"
+                raise StateError("state", "step", f"a run at step {clock[0]}", expected)
         rejections.by_member = rejected[n - 1]
         try:
             for part in self.parts:

@@ -29,6 +29,7 @@ OF_FIT = ("epoch", "rejected", "steps_per_second", "examples_per_second")
 MOST_ROWS = 50_000  # rows that a history keeps
 MOST_MARKS = 10_000
 RECENT_READS = 16  # the pace of a run is measured over this many reads
+Pairs = collections.deque[tuple[float, int]]
 
 
 def _array(kind: str, values: Any) -> array:
@@ -80,12 +81,9 @@ class Pace:
         self.gathered_calls: float = 0.0  # calls that only gathered a gradient (`rules.accumulate`)
         self._excluded_seconds: float = 0.0
         self._excluded_steps: int = 0
-        # (clock without excluded seconds, steps done) at the last reads
-        self._timings: collections.deque[tuple[float, int]] = collections.deque(maxlen=RECENT_READS)
-        # (examples, steps) of the last reads
-        self._examples: collections.deque[tuple[float, int]] = collections.deque(
-            maxlen=RECENT_READS
-        )
+        # of the last reads: (clock without excluded seconds, steps done), and (examples, steps)
+        self._timings: Pairs = collections.deque(maxlen=RECENT_READS)
+        self._examples: Pairs = collections.deque(maxlen=RECENT_READS)
 
     @property
     def is_known(self) -> bool:
@@ -391,12 +389,8 @@ def check_names(row: Iterable[Any], where: str = "row") -> None:
     """
     for name in row:
         if name in ("", "step", "run_id") or not (isinstance(name, str) and name.isprintable()):
-            raise RowError(
-                "name of a number",
-                where,
-                got=ascii(name),
-                expected="a printable name like 'loss' or 'val/loss', not 'step' or 'run_id'",
-            )
+            expected = "a printable name like 'loss' or 'val/loss', not 'step' or 'run_id'"
+            raise RowError("name of a number", where, ascii(name), expected)
 
 
 def check_row(row: Mapping[str, Any], where: str = "row") -> dict[str, float]:
