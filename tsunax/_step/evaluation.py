@@ -52,7 +52,7 @@ class EvalStep(MadeOfLossFn):
 
     def __post_init__(self) -> None:
         checks.check_flags(self.title, carry=self.carry)
-        _ = self._fn  # raises its errors here, not in the first call
+        _ = self._fn  # A wrong signature of loss_fn raises here, not in the first call.
 
     @functools.cached_property
     def _fn(self) -> LossFn:
@@ -75,8 +75,10 @@ class EvalStep(MadeOfLossFn):
             loss = loss_over_devices(loss, axes, keywords.get("mask"))
         if self.carry or loss.model_state is None:
             return loss
+        # In a trace, leaves that the loss function does not change are the same objects.
         old, new = map(jax.tree.leaves, (state.model_state, loss.model_state))
-        self.changes.append(len(old) != len(new) or any(map(operator.is_not, old, new)))
+        is_changed = len(old) != len(new) or any(map(operator.is_not, old, new))
+        self.changes.append(is_changed)
         return dataclasses.replace(loss, model_state=None)
 
     @functools.cached_property
@@ -91,24 +93,25 @@ class EvalStep(MadeOfLossFn):
 
     @functools.cached_property
     def compiled(self) -> Any:
-        """A call that checks and moves nothing; its state is a result of `part_read`."""
+        """The compiled `pure` for a result of `part_read`, without checks and transfers."""
         return jax.jit(self.pure)
 
     def part_read(self, state: TrainState) -> TrainState:
         """The part of a state that an evaluation reads: a new rule or freeze compiles nothing."""
-        average = "average" if "ema" in self._fn.names else ""
-        selected = state.plan.selected if average else None
+        has_average = "ema" in self._fn.names
+        selected = state.plan.selected if has_average else None
         plan = Plan(None, None, selected, state.plan.precision, state.plan.overwritten)
-        read = "clock", "params", "model_state", average
-        none = dict.fromkeys(f.name for f in dataclasses.fields(state) if f.name not in read)
-        return dataclasses.replace(state, **{**none, "plan": plan})
+        read_fields = {"clock", "params", "model_state"} | ({"average"} if has_average else set())
+        all_fields = (field.name for field in dataclasses.fields(state))
+        unread = dict.fromkeys(name for name in all_fields if name not in read_fields)
+        return dataclasses.replace(state, **{**unread, "plan": plan})
 
     def __call__(self, state: TrainState, batch: PyTree = None, **extra: Any) -> Loss:
         run = lambda state, *args: self.compiled(self.part_read(state), *args)
         return call_on_mesh(run, state, batch, extra, self.title, whole=True)
 
     def trace(self, state: TrainState, batch: PyTree, extra: Extra) -> jax.stages.Traced:
-        """The traced program of such a call; `extra` is a dict."""
+        """The traced program of a call of this evaluation; `extra` is a dict."""
         run = lambda state, *args: self.compiled.trace(self.part_read(state), *args)
         return call_on_mesh(run, state, batch, extra, self.title, whole=True)
 

@@ -35,8 +35,9 @@ def _judges_gradient_alone(state: TrainState) -> bool:
     from tsunax._step.updating import certainty_of
 
     answers: list[bool] = []
+    is_single = np.ndim(state.clock) == 1  # the clock of a population has an axis of members
     look = lambda s: answers.append(certainty_of(s, trained_part(s), None).is_certain is not None)
-    jax.eval_shape(look if np.ndim(state.clock) == 1 else jax.vmap(look), state)
+    jax.eval_shape(look if is_single else jax.vmap(look), state)
     return answers[0]
 
 
@@ -44,7 +45,8 @@ def _fault(state: TrainState) -> StateError | None:
     """The error for the first leaf with which finite gradients make NaN."""
     averages = {name: average.params for name, average in averages_of(state).items()}
     inputs_of_rule = {"params": master_params(state), "opt_state": state.opt_state}
-    is_unseen = functools.cache(lambda: _judges_gradient_alone(state))  # a trace, for faults only
+    # This traces the rule, so it is called only if there is a fault.
+    steps_overlook_fault = functools.cache(lambda: _judges_gradient_alone(state))
     for name, tree in (averages | inputs_of_rule).items():
         for place, x in trees.leaves_at(f"state.{name}", tree):
             if not trees.is_inexact(x) or isinstance(x, jax.ShapeDtypeStruct):
@@ -52,7 +54,8 @@ def _fault(state: TrainState) -> StateError | None:
             is_moment = name == "opt_state" and not DIVISOR.search(place)
             limit = LARGEST.get(str(x.dtype), 2.0**100) if is_moment else np.inf
             count = int(checks.count_beyond(x, limit))
-            if count and (name in averages or is_unseen()):
+            # No step judges averages. Moments and params count if no step judges the update.
+            if count and (name in averages or steps_overlook_fault()):
                 got = f"{count} of {np.size(x)} numbers NaN or not below {limit:.0e}"
                 return StateError("leaf", place, got, "finite numbers", FIX)
     return None
@@ -76,7 +79,7 @@ class FirstLook:
         self._options, self._looks_at_state, self.pending = options, looks_at_state, True
 
     def __call__(self, state: TrainState, batch: PyTree, extra: Extra) -> None:
-        if self._looks_at_state and np.ndim(state.clock) == 2:
+        if self._looks_at_state and np.ndim(state.clock) == 2:  # a population
             warn_if_not_finite(state, "step()")
         elif self._looks_at_state and not trees.is_tracing() and (fault := _fault(state)):
             raise fault

@@ -54,9 +54,9 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
             trained = at
         from tsunax.states import with_own_values
 
-        return with_own_values(of_member, state, (trained,), batch, extra)
+        return with_own_values(gradient_of_member, state, (trained,), batch, extra)
 
-    def of_member(
+    def gradient_of_member(
         state: TrainState, trained: PyTree, batch: PyTree, extra: Extra
     ) -> tuple[Loss, PyTree]:
         parts = trained, overwritten_part(state)
@@ -80,8 +80,9 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
         if loss.terms and (axes or per_example or (accumulate > 1 and not cuts_itself)):
             from tsunax.microbatches import loss_over_devices
 
-            # Each part divided its terms by the weights of the part. The first pass has summed the
-            # weights of the whole batch; XLA drops the rest of that pass.
+            # A term is a mean over the whole batch, but each part divided it by the weight of the
+            # part. This second pass divides it by the weight of the batch, which the first pass has
+            # summed; XLA drops the rest of the first pass.
             loss_of_all = loss_over_devices(loss, axes, None) if axes else loss
             part_of_all = functools.partial(gradient, whole=loss_of_all)
             loss, grads = strategy(dataclasses.replace(problem, gradient=part_of_all))
@@ -92,7 +93,9 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
         if not per_example:  # `per_example` finishes the gradient of each row
             grads = problem.finish(grads)
         loss = _with_noise_scale(problem, loss, grads)
-        if loss.terms:  # The sum of the parts' weights depends on how the batch was cut.
+        if loss.terms:
+            # The weight of a batch is the largest weight of its terms, as in the sum of two losses.
+            # The sum of the parts' weights would depend on how the batch was cut.
             weights = [term.weight for term in loss.terms]
             loss = dataclasses.replace(loss, weight=functools.reduce(jnp.maximum, weights))
         return loss, grads
@@ -128,8 +131,9 @@ def _loss_fn_of(options: GradientOptions, where: str) -> LossFn:
             noise_scale and (options.accumulate < 2 or per_example)
         ),
     }
-    for conflict in filter(conflicts.get, conflicts):
-        raise WrongTypeError("options", where, conflict, "options that fit together")
+    for conflict, is_present in conflicts.items():
+        if is_present:
+            raise WrongTypeError("options", where, conflict, "options that fit together")
     if isinstance(loss_fn, CutsItsBatch):
         return dataclasses.replace(fn, fn=loss_fn.in_micro_batches(options.accumulate))
     return fn
@@ -142,7 +146,8 @@ def _strategy(options: GradientOptions) -> Strategy:
     if n > 1 and isinstance(options.loss_fn, CutsItsBatch):
         from tsunax._cpu import convolutions
 
-        # The loss function loops over its micro-batches.
+        # The loss function itself loops over micro-batches, and on a CPU its convolutions would be
+        # slow in a loop.
         strategy = lambda problem: convolutions.fast(lambda: one_batch(problem))()
     elif n > 1:
         from tsunax.microbatches import over_micro_batches
@@ -190,12 +195,12 @@ def _differentiated(
     """
     notes: list[bool] = []  # one if the loss depends on the trained leaves
 
-    def noted(*parts: PyTree):
+    def noted_mean(*parts: PyTree):
         params = params_with_trained(state, *parts)
         mean, loss = scaled_loss(fn, state, params, rows, keywords, whole)
-        return _noted(mean, notes), loss
+        return _with_note(mean, notes), loss
 
-    value_and_gradient = jax.value_and_grad(checkpoint(noted), argnums=(0, 1), has_aux=True)
+    value_and_gradient = jax.value_and_grad(checkpoint(noted_mean), argnums=(0, 1), has_aux=True)
     if trees.is_tracing() and not any(map(guard.is_over_mesh, jax.tree.leaves(parts[0]))):
         from tsunax._cpu.kept_sums import keep_sums
 
@@ -253,7 +258,7 @@ def _with_noise_scale(problem: Problem, loss: Loss, grads: PyTree) -> Loss:
     return dataclasses.replace(loss, noise_scale=estimate)
 
 
-def _noted(mean: jax.Array, notes: list[bool]) -> jax.Array:
+def _with_note(mean: jax.Array, notes: list[bool]) -> jax.Array:
     """`mean`; its differentiation adds a note if it depends on the trained leaves."""
 
     @jax.custom_jvp

@@ -127,12 +127,13 @@ class LossFn:
             return cls(fn, (), frozenset(), False)
         of_kind = lambda *kinds: [p for p in parameters if p.kind.name in kinds]
         positional = of_kind("POSITIONAL_ONLY", "POSITIONAL_OR_KEYWORD")
-        if [p.name for p in positional[:2]] == ["batch", "params"]:  # might train with both swapped
+        if [p.name for p in positional[:2]] == ["batch", "params"]:  # swapped, they may train
             raise LossError("signature", "", trees.describe_call(fn), "loss_fn(params, batch, ...)")
         starred = of_kind("VAR_POSITIONAL")
         later = positional[1:] + of_kind("KEYWORD_ONLY")
         takes_batch = bool(starred) or not later or later[0].name not in _INSTEAD_OF_BATCH
-        keywords = later[takes_batch and len(positional) > 1 :]
+        has_batch_parameter = takes_batch and len(positional) > 1  # it may be in *args instead
+        keywords = later[1:] if has_batch_parameter else later
         optional = frozenset(p.name for p in keywords if p.default is not p.empty)
         names = tuple(p.name for p in keywords)
         return cls(fn, names, optional, bool(of_kind("VAR_KEYWORD")), takes_batch)
@@ -185,7 +186,8 @@ class LossFn:
             keywords["mask"] = jnp.ones(rows, np.float32)
         if not self.takes_batch and jax.tree.leaves(batch):
             raise LossError("batch", trees.describe_call(self.fn), got="a batch", expected="none")
-        call = lambda keywords: self.fn(params, *[batch][: self.takes_batch], **keywords)
+        inputs = (params, batch) if self.takes_batch else (params,)
+        call = lambda keywords: self.fn(*inputs, **keywords)
         try:
             out = call(keywords)
         except Exception as error:
@@ -197,6 +199,7 @@ class LossFn:
         out = loss_of(out)
         if out.weight is None and mask is not None and np.shape(mask) == (rows,):
             out = dataclasses.replace(out, weight=jnp.sum(mask, dtype=jnp.float32))
+        # The number of rows matters if it is the weight, and if a mask has to fit it.
         if (mask is not None or out.weight is None) and (fault := uneven(batch)):
             if merges or mask is not None:
                 raise LossError(f"{fault} Return ts.Loss.mean(values) or ts.Loss(total, weight).")
@@ -208,8 +211,10 @@ def _note(fn: Function, batch: PyTree, error: Exception) -> str:
     """The note on an exception of the user's code: the function, and the shapes of its batch."""
     leaf_texts = [f"{path} {trees.describe(x)}".strip() for path, x in trees.leaves_at("", batch)]
     shapes = trees.listed(leaf_texts, 4) or "None"
-    fix = ". It is compiled: return values as metrics, print with jax.debug.print"
-    fix = f"{fix}, branch with jnp.where" if remedy(error) else ""
+    fix = ""
+    if remedy(error):  # an error of JAX about a traced value
+        fix = ". It is compiled: return values as metrics, print with jax.debug.print"
+        fix = f"{fix}, branch with jnp.where"
     return f"raised by the loss function {trees.describe_call(fn)}; its batch: {shapes}{fix}"
 
 
@@ -261,7 +266,9 @@ def in_precision(state: TrainState, params: PyTree, *, train: bool = True) -> Py
     low = cast(params, policy.loss_dtype(train))
     if plan.overwritten is None:
         return low
-    return with_part(trees.partition(params, plan.overwritten)[0], low, plan.overwritten)
+    # Overwritten leaves (fp8 scales) keep their dtype.
+    overwritten = trees.partition(params, plan.overwritten)[0]
+    return with_part(overwritten, low, plan.overwritten)
 
 
 def scaled_loss(
@@ -303,6 +310,7 @@ def inputs_of_loss_fn(
     if any(isinstance(x, Tracer) and guard.is_over_mesh(x) for x in jax.tree.leaves(params)):
         from tsunax._core import placement
 
+        # If the axes of the mesh are explicit, no compiler gathers params that are cut (FSDP).
         params = placement.gather_params(params)
     if policy is None:
         return params, batch

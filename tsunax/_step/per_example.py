@@ -86,6 +86,7 @@ def _each(gradient: Gradient, keywords: Extra) -> Function:
 
 def _joined(losses: Loss, mask: Maybe) -> Loss:
     """The losses of single rows, merged into the loss of the batch."""
+    # Gradients that replace their leaf (fp8 scales) are joined by maximum.
     largest = jax.tree.map(lambda x: x.max(0), losses.overwritten)
     mergeable = dataclasses.replace(losses, mean_value=None, overwritten=None)
     loss = merged_losses(losses.weight != 0, mergeable, mask)

@@ -5,10 +5,11 @@ loss is not: it compares each row with all rows of the batch, and a micro-batch 
 loss of a few rows is compared with the merged losses of the same rows in micro-batches, outside of
 the step's program, forward only. A false warning is worse than a missing warning:
 
-- a difference counts only if it is clearly larger than the change by rounding errors in the params,
-  in the coarsest dtype of the program, and than the change by other random numbers (a loss that
-  draws numbers for each row differs by construction); the precision of the state is left out: a
-  masked mean may differ by less than bfloat16 rounds;
+- a difference counts only if it is clearly larger than two other changes: by rounding errors in the
+  params, in the coarsest dtype of the program, and by other random numbers (a loss that draws
+  numbers for each row differs by construction);
+- the precision of the state is left out, because bfloat16 may round away the difference of a masked
+  mean;
 - if a loss names `train`, and `key` or `model_state`, it is measured with `train=False`;
 - a loss that cannot be measured gives no warning: if it raises for a few rows and for two
   micro-batches, is not finite, draws numbers without train too, has a model state and no `train`,
@@ -16,8 +17,8 @@ the step's program, forward only. A false warning is worse than a missing warnin
 
 Params and rows may agree by chance (zeros at the start, sorted labels), so the loss is measured
 again for params near these, with the rows in another order. Traced arrays have no values: inside a
-user's program numbers are made up for them, if they are few enough. The warning mentions it,
-because a real mask may have only ones.
+user's program numbers are made up for them, if they are few enough. The warning says that numbers
+were made up, because a real mask may have only ones.
 """
 
 import contextlib
@@ -73,8 +74,8 @@ class Difference(NamedTuple):
         got = f"{self.whole:.6g} for {self.rows} rows and {self.merged:.6g} for these in "
         got += f"{self.parts} micro-batches"
         got += " at params near those of the state" if self.near else ""
-        is_alone = options.per_example is not False
-        option = "per_example" if is_alone else f"accumulate={options.accumulate}"
+        is_per_example = options.per_example is not False
+        option = "per_example" if is_per_example else f"accumulate={options.accumulate}"
         expected = f"a mean over rows under {option}"
         return message("loss", trees.describe_call(options.loss_fn), got, expected, _FIX)
 
@@ -92,7 +93,8 @@ def warn_of_mixed_rows(
         difference = row_difference(options, *_with_values(state, batch, extra))
     if difference is not None:
         is_made_up = any(map(trees.is_traced, jax.tree.leaves((batch, extra))))
-        warn(" ".join([difference.text(options), _MADE_UP][: 1 + is_made_up]))
+        text = difference.text(options)
+        warn(f"{text} {_MADE_UP}" if is_made_up else text)
 
 
 def row_difference(
@@ -102,21 +104,22 @@ def row_difference(
     from tsunax.states import of_first_member
 
     state, batch, extra = of_first_member(state, batch, extra)
-    fn, rows, is_alone = (
-        LossFn.of(options.loss_fn),
-        rows_of(batch),
-        options.per_example is not False,
-    )
+    fn, rows = LossFn.of(options.loss_fn), rows_of(batch)
+    is_per_example = options.per_example is not False
     mean_embedding = getattr(options.loss_fn, "mean_embedding", None)  # for `ts.whole_batch`
     fn = fn if mean_embedding is None else dataclasses.replace(fn, fn=mean_embedding)
     if "model_state" in fn.names and "train" not in fn.names:
         return None
-    n = rows if is_alone else options.accumulate
-    # Rows that do not divide are padded; a loss without a mask raises, as its step does.
-    mask = extra.get("mask", np.arange(rows) < rows - 1 if rows % n else None)
+    n = rows if is_per_example else options.accumulate
+    # If rows do not divide, a step pads them under a mask. So this mask has a zero; a loss that
+    # takes no mask raises, as in its step.
+    mask_of_padding = np.arange(rows) < rows - 1 if rows % n else None
+    mask = extra.get("mask", mask_of_padding)
     largest = -(-rows // n)  # the rows in a micro-batch of the step
+    # A divisor of that number is tried first, because fewer rows take less time.
     fewer_rows = [size for size in range(ROWS, largest) if largest % size == 0][:1]
     for size in [*fewer_rows, largest] if rows > 1 else []:
+        # at least two micro-batches, and about PARTS * ROWS / 2 rows in total
         parts = min(n, PARTS, max(2, PARTS * ROWS // 2 // size))
         places = np.linspace(0, rows - 1, parts * size).astype(int)
         with (
@@ -124,7 +127,7 @@ def row_difference(
             jax.default_matmul_precision("highest"),
         ):
             cut = jax.tree.map(functools.partial(placement.rows_at, places), (batch, mask))
-            return _difference(fn, parts, state, cut, extra, may_be_sum=is_alone)
+            return _difference(fn, parts, state, cut, extra, may_be_sum=is_per_example)
     return None
 
 
@@ -151,8 +154,8 @@ def _difference(
 
     def measured(near: float, draw: int) -> tuple[float, float, float]:
         """The loss of the rows, the merged loss of their micro-batches, and the size of all."""
-        numbers = np.float32(near), np.float32(draw * rounding)
-        moved = [_moved(x, np.float32(i), *numbers) for i, x in enumerate(leaves, 1)]
+        distance, errors = np.float32(near), np.float32(draw * rounding)  # draw 0 has no errors
+        moved = [_moved(x, np.float32(i), distance, errors) for i, x in enumerate(leaves, 1)]
         arguments = treedef.unflatten(moved), state, rows, extra
         orders = [order, *(order[i::parts] for i in range(parts))]
         whole, *cut = [loss_of(*arguments, index, np.uint32(draw)) for index in orders]
@@ -164,7 +167,8 @@ def _difference(
     leaves, treedef = jax.tree.flatten(trained)
     program = loss_of.trace(trained, state, rows, extra, order, np.uint32(0))
     draws = "random_bits" in str(program.jaxpr)
-    if (draws and not train) or program.jaxpr.effects:  # a callback of the user runs in steps alone
+    # Effects are callbacks of the user, which must run in steps alone.
+    if (draws and not train) or program.jaxpr.effects:
         return None
     rounding = _coarsest(program.jaxpr.jaxpr)
     for near in NEAR:
@@ -175,7 +179,8 @@ def _difference(
         if abs(whole - merged) > threshold and not adds_up:
             whole_again, merged_again, _ = measured(near, 1)
             noise = max(abs(whole - whole_again), abs(merged - merged_again))
-            if draws and noise > 16 * rounding * size:  # Other rows have other random numbers.
+            # A loss that draws numbers for each row differs by construction.
+            if draws and noise > 16 * rounding * size:
                 return None
             gap = min(abs(whole - merged), abs(whole_again - merged_again))
             if gap > max(threshold, 8 * noise):
@@ -224,10 +229,12 @@ def _moved(x: jax.Array, i: jax.Array, near: jax.Array, errors: jax.Array) -> ja
     """Leaf i, moved by a wave, and then by relative `errors`. It compiles once for each shape."""
     if not trees.is_inexact(x):
         return x
-    wide, inputs = trees.wide_dtype(x), x.size // x.shape[-1] if x.ndim > 1 and x.size else 1
+    wide = trees.wide_dtype(x)
+    inputs = x.size // x.shape[-1] if x.ndim > 1 and x.size else 1  # the terms of each output
     place = jnp.arange(x.size, dtype=np.float32).reshape(x.shape) + i
     wave = lambda step: (place * np.float32(step)) % 2 - 1  # a sine takes longer to compile
-    shift, factor = near * np.float32(inputs**-0.5) * wave(0.618034), 1 + errors * wave(0.754878)
+    shift = near * np.float32(inputs**-0.5) * wave(0.618034)
+    factor = 1 + errors * wave(0.754878)
     return ((x.astype(wide) + shift.astype(wide)) * factor.astype(wide)).astype(x.dtype)
 
 

@@ -21,9 +21,10 @@ from tsunax.state import TrainState, split
 
 def check_not_donated(state: TrainState, arguments: Extra) -> None:
     """Raise StateError for arguments that have arrays of the state, which the step consumes."""
-    moving = {id(x) for x in jax.tree.leaves(split(state)[0])}
+    donated_part, _ = split(state)
+    donated_arrays = {id(x) for x in jax.tree.leaves(donated_part)}
     for name, tree in arguments.items():
-        if any(id(x) in moving for x in jax.tree.leaves(tree)):
+        if any(id(x) in donated_arrays for x in jax.tree.leaves(tree)):
             raise StateError(
                 f"argument {name!r}",
                 "step()",
@@ -66,9 +67,10 @@ def raise_if_rejected(step, state: TrainState, info: Any, batch, extra, place: s
 
 def rejection_reason(step, state: TrainState, info: Any, batch, extra) -> str:
     """Why a step was rejected: the bad leaf, micro-batch, batch or labels. Compiles once, waits."""
-    # A rejected step changes only counts, so the rejected gradients can be computed again.
-    clock = state.clock - np.eye(len(COUNTS), dtype=np.int32)[COUNTS.index("calls")]
-    state_before = dataclasses.replace(state, clock=clock)
+    # A rejected step changes only counts, so the rejected gradients can be computed again. The
+    # count of calls decides the random keys.
+    one_call = np.eye(len(COUNTS), dtype=np.int32)[COUNTS.index("calls")]
+    state_before = dataclasses.replace(state, clock=state.clock - one_call)
     grads, dropped = _gradient_program(step)(state_before, batch, extra)
     reason = guard.explain(int(info.verdict), state.opt_state, grads)
     if dropped is not None and np.any(dropped):
@@ -87,8 +89,9 @@ def about_batch(
 
     If `joins_rows`, the labels of several micro-batches are checked: loss_fn gets all rows at once.
     """
-    fault, fits = guard.in_batch(batch), joins_rows or step.accumulate == 1
-    if not fault and fits and info.verdict is not None and guard.is_of_loss(info.verdict):
+    fault = guard.in_batch(batch)
+    may_run_loss = joins_rows or step.accumulate == 1
+    if not fault and may_run_loss and info.verdict is not None and guard.is_of_loss(info.verdict):
         fault = wrong_label(step, state, batch, extra)
     return fault and f", {fault}"
 
@@ -149,8 +152,8 @@ def is_searching(state: TrainState, info: Any, verdict: Any) -> Any:
     scale = state.loss_scale
     if scale is None or info.loss_scale is None or not scale.dynamic:
         return False
-    counted = (info.weight != 0) | (info.dropped is not None and info.dropped != 0)
-    return guard.overflowed(verdict) & (info.loss_scale > scale.floor) & counted
+    has_rows = (info.weight != 0) | (info.dropped is not None and info.dropped != 0)
+    return guard.overflowed(verdict) & (info.loss_scale > scale.floor) & has_rows
 
 
 def check_extra(state: Any, extra) -> None:

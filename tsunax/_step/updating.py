@@ -1,15 +1,15 @@
 """The parts of `update`, in the order in which `step.py` calls them.
 
-Its gradients in the structure of the params; the rule, and the leaves that stay; and the verdict,
-before the rule runs or after it. Except under "ignore", loss and gradient are judged in any case.
-`certainty_of` decides whether the update is, too:
+First the gradients are brought into the structure of the params. Then the rule runs, and frozen
+leaves stay as they are. The verdict comes before the rule or after it. Except under "ignore", loss
+and gradient are judged in any case. `certainty_of` decides whether the update is judged, too:
 
     True         the rule makes finite updates of finite gradients: on a CPU it runs only if the
                  verdict applies the step (`choose_early`), elsewhere its result is selected
     None         unknown: the rule runs, and the norm of its update is in the verdict
                  (`choose_late`)
-    a traced bool   live numbers decide: early, with the update judged while the numbers are out
-                 of bounds; or late, by platform and size (`guard.early_or_late`)
+    a traced bool   live numbers decide. `guard.early_or_late` chooses by platform and size: early,
+                 with the update judged while the numbers are out of bounds; or late
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -178,6 +178,7 @@ def run_rule(call: RuleCall) -> tuple[PyTree, PyTree]:
     """The updates and the new state of the rule. Raises RuleError if their shapes are wrong."""
     updates, opt_state = call()
     results = [("updates", updates, call.params), ("opt_state", opt_state, call.opt_state())]
+    # A rule that does not take the gradients of rows would add their axis to its state, too.
     for name, new, old in results if _rows_in(call.grads, call.params) else results[:1]:
         for (place, x), y in zip(trees.leaves_at(name, new), jax.tree.leaves(old), strict=False):
             if np.shape(x) != np.shape(y):
@@ -230,7 +231,8 @@ def with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe) 
             counts = [moves] * (len(jax.tree.leaves(new_field)) - len(flags))
             fields[f.name] = guard.choose([*flags, *counts], new_field, old_field)
         elif role == "rule" and thawed is not None:
-            # A frozen leaf's sum waits for the leaf to be thawed, but ends with its window.
+            # `rules.accumulate` keeps the sum of a frozen leaf, because the leaf may be thawed in
+            # the same window. The end of the window clears the sum.
             windows = accumulation.windows_of_sums(new_field)
             pairs = zip(thawed_moments(old, thawed), windows, strict=True)
             moments = [flag if w is None else flag | w.emitted for flag, w in pairs]
@@ -264,7 +266,8 @@ def certainty_of(state: TrainState, grads: PyTree, weight: Scalar) -> Certainty:
         return Certainty(None, f"{error} may make an infinite update of a finite gradient")
     if isinstance(is_certain, bool):
         reason = "" if is_certain else "its numbers, such as an eps of 0"
-        return Certainty(is_certain or None, reason)  # not certain is as unknown
+        # Numbers that are known to be out of bounds count as unknown: the update is judged.
+        return Certainty(is_certain or None, reason)
     if any(map(guard.is_over_mesh, inputs)):
         return Certainty(None, "live numbers, over a mesh")
     return Certainty(is_certain, by_element=by_element and thawed_flags(state) is None)
@@ -327,11 +330,14 @@ class Judge:
 
     def choose_early(self, certainty: Certainty) -> tuple[Attempt, jax.Array]:
         """The rule runs after the verdict, unless the verdict needs its report or its update."""
-        attempt, fault = jax.jit(self.attempt), None  # Its callers share one trace.
+        attempt, fault = jax.jit(self.attempt), None  # The callers of `attempt` share one trace.
         if certainty.is_certain is not True:
             # While the numbers are out of bounds the rule runs twice: to judge, and to apply.
             # Leaves are joined in the branch alone: other calls do not pay for it.
-            joined_updates = lambda: self.call.with_joined_leaves()()[0]
+            def joined_updates() -> PyTree:
+                joined_call = self.call.with_joined_leaves()
+                return joined_call()[0]
+
             updates = joined_updates if certainty.by_element else lambda: attempt().updates
             fault = guard.unless(certainty.is_certain, lambda: guard.excess(updates()))
         # For an overwritten leaf the gradient is the new value (flax's fp8). XLA fuses the last
@@ -370,7 +376,8 @@ class Judge:
             for average in averages_of(state).values()
             if average.schedule is not None
         ]
-        last = functools.reduce(operator.add, must_be_finite) if must_be_finite else None
+        # one number, which is finite only if all of these are
+        total = functools.reduce(operator.add, must_be_finite) if must_be_finite else None
         has_reports = bool(guard.reports(state.opt_state))
         opt_state = attempt().applied_to(state).opt_state if has_reports else ()
-        return guard.judge(self.value, self.grad_norm, state.calls, opt_state, last)
+        return guard.judge(self.value, self.grad_norm, state.calls, opt_state, total)

@@ -97,10 +97,14 @@ class WholeBatch(CutsItsBatch):
 
     def in_micro_batches(self, n: int) -> Function:
         """The same loss function, with the memory of one of n micro-batches."""
-        return functools.wraps(self, ("__name__",), ())(functools.partial(self._composed, n))
+        fn = functools.partial(self._composed, n)
+        return functools.wraps(self, ("__name__",), ())(fn)  # error messages show the name
 
     def mean_embedding(self, params: PyTree, batch: PyTree, **keywords: Any) -> Loss:
-        """A mean over rows, unless `embed` mixes them. A linear one would not detect `x - mean`."""
+        """A loss that is a mean over rows unless `embed` mixes rows: `row_probe.py` tests it.
+
+        A linear function of embeddings would not detect an `embed` that subtracts their mean.
+        """
         state, out = self._embedded(params, batch, _named(self._embed, keywords))
         real = [jnp.real(_wide(x)) for x in jax.tree.leaves(out) if trees.is_inexact(x)]
         mean = sum((jnp.mean(jax.nn.softplus(x)) for x in real), jnp.float32(0))
@@ -126,13 +130,13 @@ class WholeBatch(CutsItsBatch):
         """
         check_rows(batch)
         of_rows = {name: x for name, x in keywords.items() if name == "mask"}
-        wide = _each(params, lambda x: _copies(x, n), _wide)
+        wide = _converted(params, lambda x: _copies(x, n), _wide)
 
         def part(state: PyTree, rows: Any, i: Any) -> tuple[Any, Any]:
             part_keywords = keywords | rows[1] | ({} if state is None else {"model_state": state})
             if "key" in part_keywords:
                 part_keywords["key"] = jax.random.fold_in(part_keywords["key"], i)
-            params_of_part = trees.cast_like(_each(wide, lambda x: x[i], lambda x: x), params)
+            params_of_part = trees.cast_like(_converted(wide, lambda x: x[i], lambda x: x), params)
             new, embeddings = self._embedded(params_of_part, rows[0], part_keywords)
             return jax.lax.stop_gradient(trees.cast_like(new, state)), embeddings
 
@@ -168,9 +172,10 @@ def _wide(x: Any) -> Any:
     return x.astype(trees.wide_dtype(x)) if trees.is_inexact(x) else x
 
 
-def _each(params: PyTree, overwritten: Function, otherwise: Function) -> PyTree:
-    converted = lambda path, x: (overwritten if trees.is_overwritten(path) else otherwise)(x)
-    return jax.tree_util.tree_map_with_path(converted, params)
+def _converted(params: PyTree, overwritten: Function, plain: Function) -> PyTree:
+    """Params after `overwritten(leaf)` for leaves that gradients replace, else `plain(leaf)`."""
+    convert = lambda path, x: overwritten(x) if trees.is_overwritten(path) else plain(x)
+    return jax.tree_util.tree_map_with_path(convert, params)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))

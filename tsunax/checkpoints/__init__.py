@@ -1,8 +1,8 @@
 """Checkpoints: a run on a disk or in a bucket, whole or not there, verified; and files of other
 libraries (`exchange`). The package deals with states and the place in data, never with loops.
 
-    saving           Checkpoints, the face: _writing and `reading` are its two halves, _background
-                     its threads and locks
+    saving           Checkpoints, the class of users: _writing and `reading` are its two halves,
+                     _background its threads and locks
     _home            the home of checkpoints on a disk, safetensors; _orbax_home: kept by orbax, on
                      a disk or in a bucket
     _blocks          named arrays in files, hashed by `checksums`; _safetensors reads and writes

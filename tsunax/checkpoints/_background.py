@@ -3,7 +3,7 @@ of each directory in this process.
 """
 
 import atexit
-import concurrent.futures.thread  # noqa: F401, before this file has `_finish` called at the exit
+import concurrent.futures.thread  # noqa: F401, its exit function is registered before `_finish`
 import contextlib
 import os
 import sys
@@ -55,9 +55,10 @@ def _finish() -> None:
     """Wait for saves at the exit. The status is 1 if a save hangs, or failed without a report."""
     is_failed, own_jobs = False, [job for job in _JOBS if job.pid == os.getpid()]
     for job in own_jobs:
-        if job.is_reported or (
-            job.completion.wait(0.0 if job.given_up else job.timeout) and not job.error
-        ):
+        if job.is_reported:
+            continue
+        has_ended = job.completion.wait(0.0 if job.given_up else job.timeout)
+        if has_ended and not job.error:
             continue
         text = message(
             f"save of step {job.step}",
@@ -91,7 +92,10 @@ def bounded(f: Callable[[], Any], limit: float, title: str):
 
 
 def take_lock(saver, is_first: bool) -> durable_files.Lock:
-    """Make and lock the directory of `saver.home`; an earlier saver here finishes, and gives up."""
+    """Make and lock the directory of `saver.home`.
+
+    If an earlier saver of this process has the lock, its save is waited for, and it is closed.
+    """
     try:
         saver.home.check_is_no_checkpoint()
         key = saver.home.prepare()

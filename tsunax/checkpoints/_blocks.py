@@ -28,7 +28,7 @@ Blocks = dict[str, np.ndarray]
 Saved = Mapping[str, Leaf]
 Needed = list[tuple[Bounds, ...] | None]  # bounds in each leaf; None for the whole leaf
 ReadResult = tuple[list[Any], dict[str, int]]  # arrays; by leaf, the sum of the hashes of parts
-# It returns a function that reads the part of the leaf within bounds.
+# A function of a leaf. Its result reads the part of the leaf within bounds.
 OpenLeaf = Callable[[Leaf], Callable[[Bounds], np.ndarray]]
 
 
@@ -85,7 +85,7 @@ def write_arrays(file: Path, blocks: Blocks) -> None:
 def hashes_of(
     saved: Saved, blocks: Iterable[str], get: Callable[[str], np.ndarray], threads: int = 0
 ) -> Callable[[], dict[str, int]]:
-    """Start hashing blocks in threads; the result waits for {block: its part of its leaf's}."""
+    """Start hashing blocks in threads. The result waits for {block: its part of a leaf's hash}."""
 
     def hash_of_block(block: str) -> int:
         name, bounds = parse_name(block)
@@ -132,7 +132,7 @@ def damage_of_arrays() -> Iterator[None]:
 def stored_in(files: Iterable[Path]) -> dict[str, list[tuple[Bounds | None, _safetensors.Entry]]]:
     """The blocks of each leaf, over the files of all processes."""
     blocks_of_leaf: dict[str, list] = {}
-    spent = 0
+    spent = 0  # bytes of memory for entries, beyond four times their files: see `_foreign`
     for file in files:
         if not durable_files.is_real_directory(file.parent):
             raise Damaged(f"{file.parent.name}: missing")
@@ -173,18 +173,20 @@ def part_of(leaf: Leaf, stored: list, bounds: Bounds) -> np.ndarray:
         ):
             raise Damaged(f"arrays: {leaf.name!r:.80} is not as the manifest says")
         overlap = tuple(
-            (max(i, k), min(j, n)) for (i, j), (k, n) in zip(block_bounds, bounds, strict=True)
+            (max(block_start, start), min(block_stop, stop))
+            for (block_start, block_stop), (start, stop) in zip(block_bounds, bounds, strict=True)
         )
         if all(start < stop for start, stop in overlap):
             overlaps.append((overlap, entry, _relative(overlap, block_bounds)))
     if sum(size(overlap) for overlap, *_ in overlaps) != size(bounds):
         raise Damaged(f"{_title(leaf)}: not all of it is there")
     if len(overlaps) == 1:
-        return _read_entry(leaf, *overlaps[0][1:])
+        _, entry, bounds_in_block = overlaps[0]
+        return _read_entry(leaf, entry, bounds_in_block)
     out = np.zeros([b - a for a, b in bounds], leaves.dtype_of(leaf.dtype))
-    for overlap, *entry_and_part in overlaps:
+    for overlap, entry, bounds_in_block in overlaps:
         cut = tuple(slice(a, b) for a, b in _relative(overlap, bounds))
-        out[cut] = _read_entry(leaf, *entry_and_part)
+        out[cut] = _read_entry(leaf, entry, bounds_in_block)
     return out
 
 

@@ -110,18 +110,23 @@ class BucketPath:
 
 
 def stored_in(paths: Sequence[BucketPath]) -> dict[str, list]:
-    """As `_blocks.stored_in`. Headers are checked in local files of the same size, else empty."""
+    """The blocks of each leaf, as `_blocks.stored_in` finds them in files.
+
+    That function checks headers in files: here in local ones with the header and the size of the
+    object, and zeros in place of its arrays.
+    """
     heads: dict[Path, tuple[BucketPath, bytes]] = {}
     with tempfile.TemporaryDirectory() as scratch:
 
         def fetch(path: BucketPath) -> None:
-            with contextlib.suppress(FileNotFoundError), _os_errors():  # no block, no file
+            # A process without blocks has written no file.
+            with contextlib.suppress(FileNotFoundError), _os_errors():
                 end = max(1 << 16, _HEADS // len(paths))
                 answer = path.store.get(path.key, options={"range": (0, end)})
                 head, size = bytes(answer.bytes()), answer.meta["size"]
-                end = 8 + int.from_bytes(head[:8], "little")
-                if len(head) < end <= min(size, 8 + _safetensors.MAX_HEADER):
-                    head += path.read_range(len(head), end)
+                header_end = 8 + int.from_bytes(head[:8], "little")
+                if len(head) < header_end <= min(size, 8 + _safetensors.MAX_HEADER):
+                    head += path.read_range(len(head), header_end)
                 file = Path(scratch, path.key.rpartition("/")[2])
                 with open(file, "xb") as output:
                     output.write(head)

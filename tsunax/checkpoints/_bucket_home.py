@@ -6,10 +6,10 @@
     4/1-0123abcd/manifest.json                put last, in one request: it makes the step
 
 A bucket renames nothing, and an object is whole or absent. So a step counts if its manifest is
-there, and a deletion begins with the manifest. A step that is saved again gets the next number, and
-the save before goes; of two, the higher number counts. A writer lists the bucket when it opens it,
-and never in a save, because no other run writes: one that comes later takes the lock, and the
-earlier one is refused before its next manifest.
+there, and a deletion begins with the manifest. If a step is saved again, the save gets the next
+number, and the previous save is deleted; if both are there, the higher number counts. A writer
+lists the bucket when it opens the bucket, and never in a save, because no other run writes: a run
+that comes later takes the lock, and the earlier run is refused before its next manifest.
 """
 
 import contextlib
@@ -72,7 +72,8 @@ class BucketLock:
         self.run_id = str(facts.get("run_id", f"{since[:10]}-{secrets.token_hex(4)}"))[:40]
         about = {"pid": self.pid, "host": socket.gethostname()[:80], "since": since}
         self.text = json.dumps({**about, "writer": secrets.token_hex(4), "run_id": self.run_id})
-        with contextlib.suppress(FileExistsError):  # also of a request that was repeated
+        # A repeated request meets its own object. The text that is there decides, read below.
+        with contextlib.suppress(FileExistsError):
             self._object.write(self.text.encode(), version)
         current, self._version = self._object.read(400)
         if current.decode() != self.text:
@@ -95,7 +96,8 @@ class BucketLock:
 
     def release(self) -> None:
         if self.text and os.getpid() == self.pid:
-            with contextlib.suppress(OSError):  # another run has it, or the next one warns
+            # After a failure another run has the lock, or the next run warns that it was in use.
+            with contextlib.suppress(OSError):
                 self._object.write(json.dumps({"run_id": self.run_id}).encode(), self._version)
 
 

@@ -111,7 +111,9 @@ def _values(content: bytes, position: int, end: int) -> Iterator[tuple[int, int,
             raise Damaged("values that are cut")
         first = content[position]
         start, pending = position + 1, pending - 1
-        size = first & 31 if 0xA0 <= first < 0xC0 else first & 15 if first < 0xA0 else 0
+        size = 0
+        if first < 0xC0:  # the size is in the first byte: of a text 5 bits, of a map or list 4 bits
+            size = first & 31 if first >= 0xA0 else first & 15
         if 0xC0 <= first < 0xE0:
             start += _LENGTHS[first - 0xC0]
             size = int.from_bytes(content[position + 1 : start], "big") + _FIXED[first - 0xC0]

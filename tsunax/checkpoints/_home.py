@@ -14,9 +14,9 @@ the machine ended. A step that is replaced gets a hidden name before that rename
 after it; `tidy` puts the step back if the rename did not come. A step that is deleted gets a hidden
 name, and then loses its manifest first.
 
-A rewind saves its state under a special hidden name. From then on it has happened: the steps
-from there on move to `left/`, the newest first, and the state gets the name of its step. If the
-process ends meanwhile, `tidy` does the rest.
+A rewind saves its state under a special hidden name. From then on the rewind has happened: the
+steps from its step on move to `left/`, the newest first, and the state gets the name of its step.
+If the process ends meanwhile, `tidy` does the rest.
 
 `_orbax_home` is the home of checkpoints that orbax keeps on a disk, `_bucket_home` the home of
 our files in a bucket, with the same interface. Leaves are compared and verified by the callers,
@@ -95,8 +95,8 @@ class CheckpointHome:
     write_file: Any = staticmethod(durable_files.write)
     stored_in: Any = staticmethod(_blocks.stored_in)
     lock: Any = durable_files.Lock
-    threads: int = min(8, os.cpu_count() or 1)  # they restore, each with a leaf in memory
-    proof_threads: int = 0  # they read a save back; 0: as many as hash it
+    threads: int = min(8, os.cpu_count() or 1)  # threads that restore, each with a leaf in memory
+    proof_threads: int = 0  # threads that read a save back; 0: as many as hash it
 
     def __init__(self, path: Path, timeout: float = 600.0):
         self.path: Any = path
@@ -145,7 +145,8 @@ class CheckpointHome:
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
         folder = self.path / name
         arrays = folder / self.arrays_folder
-        for new in (folder, arrays):  # not the run's own: if it is gone, it was moved or deleted
+        # The directory of the run is not made again: if it is gone, a user moved or deleted it.
+        for new in (folder, arrays):
             new.mkdir(exist_ok=True)
         if blocks:
             _blocks.write_arrays(arrays / f"{process}.safetensors", blocks)
@@ -236,7 +237,7 @@ class CheckpointHome:
             elif kind == "rewind":
                 self.finish_rewind(folder, step)
             elif (folder / MANIFEST).is_file() and not os.path.lexists(final):
-                os.rename(folder, final)
+                os.rename(folder, final)  # its replacement did not come
             else:
                 with self.deleting(step):
                     durable_files.remove(folder, OUR_NAMES)
@@ -269,7 +270,7 @@ class CheckpointHome:
         return [x for x in names if not is_expected(x)]
 
     def _has_early_names(self, name: str) -> bool:
-        """Whether it is a directory in which all files have such names, and there is one."""
+        """Whether a directory has files, and all of their names match `EARLY_NAMES`."""
         files = [x for _, _, names in os.walk(self.path / name) for x in names]
         return bool(files) and all(map(EARLY_NAMES.match, files))
 
@@ -314,8 +315,8 @@ class CheckpointHome:
     def steps(self) -> list[int]:
         """Steps that a directory is named after, in order.
 
-        A writer that keeps one step may rename the next one too late for a listing, and delete the
-        only one listed before it is looked at. So no step at all counts when two listings agree.
+        A writer that keeps one step may delete it after a listing of names, and the next step may
+        be missing in the listing. So there is no step only if two listings agree.
         """
         names = self.names(self.path)
         while not (steps := sorted(self.directories())):
@@ -337,6 +338,7 @@ class CheckpointHome:
             with concurrent.futures.ThreadPoolExecutor(self.threads) as pool:
                 answers = zip(steps, pool.map(good_manifest, steps), strict=True)
             manifests = {step: manifest for step, manifest in answers if manifest is not None}
+            # If the newest was deleted meanwhile, there is a newer one.
             if all(step in manifests or self.directory_of(step) for step in steps[-1:]):
                 return manifests
 
@@ -362,7 +364,7 @@ class CheckpointHome:
         if prove:
             self.prove(name, process, saved, hashes_of_blocks)
         part = part.with_hashes(_blocks.leaf_sums(hashes_of_blocks))
-        if process:  # for the first one
+        if process:  # the first process merges the manifests of the other ones
             self.write_file(self._part(name, process), part.dump())
         return part
 
@@ -383,7 +385,7 @@ class CheckpointHome:
 
     def put_manifest(self, name: str, whole: Manifest) -> None:
         body, folder = whole.dump(), self.path / name / self.manifest_folder
-        Manifest.parse(body)  # not one that is too long, for example
+        Manifest.parse(body)  # raises, for example for a manifest that is too long
         self.write_file(folder / SUM, sum_of(body))
         self.write_file(folder / MANIFEST, body)  # last: in a bucket it makes the step
 

@@ -70,7 +70,8 @@ class RestoreRequest:
             if edit := merging.edit_of_frozen(script_states[path], at_start):
                 merges[(*path, ".frozen")] = functools.partial(merging.merged_flags, *edit)
                 if (*path, ".frozen") not in saved:
-                    edits_without_flags += (edit[0],)
+                    note, _ = edit
+                    edits_without_flags.append(note)
         # nothing was frozen where the flags were not saved
         absent = {(*path, ".frozen") for path in tree.states} - saved.keys()
         targets = [(path, path, x) for path, x in tree.leaves if path not in absent]
@@ -84,8 +85,10 @@ class RestoreRequest:
         fields = (".params",) if self.partial is not None else (".params", ".model_state")
         roots: dict = {(*path, field): (*path, field) for path in tree.states for field in fields}
         if not tree.states:
-            is_single = len(manifest.states) == 1
-            roots = {(): (*next(iter(manifest.states)), ".params") if is_single else ()}
+            roots = {(): ()}
+            if len(manifest.states) == 1:
+                (state_path,) = manifest.states
+                roots = {(): (*state_path, ".params")}
         targets = [
             (path, saved_root + path[len(root) :], x)
             for path, x in tree.leaves
@@ -218,8 +221,12 @@ class RestorePlan:
                 return value
             like, is_array = pair.leaf, pair.saved.kind == "array"
             is_early = is_array and isinstance(like, jax.Array) and like.is_fully_addressable
-            # a thread has the user's device from here, but not a context of 64 bits
-            if not is_early or jax.dtypes.canonicalize_dtype(like.dtype) != like.dtype:
+            if not is_early:
+                return value
+            # A thread is not in the user's context of 64 bits (jax.enable_x64), so it could not
+            # make such an array. The user's device is passed on.
+            needs_x64 = jax.dtypes.canonicalize_dtype(like.dtype) != like.dtype
+            if needs_x64:
                 return value
             with jax.default_device(device):
                 return placed(value, like, pair.saved.kind)

@@ -81,11 +81,12 @@ def read(path: Path | str, tree, names: list[str]) -> list[Any]:
     for name, x in zip(all_names, leaves, strict=True):
         struct = as_struct(x)
         if name not in wanted_names:
-            target.append(...)
+            target.append(...)  # orbax does not read it
         elif isinstance(struct, jax.ShapeDtypeStruct):
             chunk = getattr(getattr(x, "storage_metadata", None), "chunk_shape", None)
             if math.prod(chunk or ()) > max(1, struct.size):  # a chunk is read whole
                 raise Damaged(f"{name!r:.80}: a chunk that is larger than the array, {chunk}")
+            # an array of this shape without its memory
             target.append(np.broadcast_to(np.zeros((), struct.dtype), struct.shape))
         else:
             target.append(x)
@@ -118,6 +119,7 @@ def library() -> Any:
 @contextlib.contextmanager
 def quiet():
     """A context without the logs of orbax and asyncio on damaged bytes and full disks."""
+    # Other libraries log through absl, too, and these logs stay.
     is_of_other_library = lambda record: record.name == "absl" and "orbax" not in record.pathname
     loggers = [logging.getLogger(name) for name in ("asyncio", "absl")]
     for logger in loggers:

@@ -8,10 +8,10 @@
     6.unfinished                              directory 6 is being written, or deleted
 
 orbax commits the arrays together with the manifest, an item of its tree that waits in its
-background for the hashes. The file "6.unfinished" is made before the directory, and deleted when
-all of it has been read back (if older ones go for it) and synced: in one instant on any file
-system, and no directory is renamed, which a mounted bucket cannot do. A step that is there already
-is written to "4.1". Slices are read by TensorStore.
+background for the hashes. The file "6.unfinished" is made before the directory. It is deleted when
+the whole directory is synced, and, if older steps are deleted in return, was read back: in one
+instant on any file system, and no directory is renamed, which a mounted bucket cannot do. A step
+that is there already is written to "4.1". Slices are read by TensorStore.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class OrbaxHome(CheckpointHome):
 
     def opened(self, folder: Path, saved: Collection[Leaf], processes: Iterable[int]) -> OpenLeaf:
         declared = sum(leaf.n_bytes for leaf in saved)
-        # before anything blocks, or takes memory that no file needs
+        # Check first: a pipe would block, and declared bytes without files would take memory.
         if declared > (1 << 20) + 2 * durable_files.check_regular(folder):
             raise Damaged(f"{declared} bytes declared, far more than its files have")
         open_array = _opener(folder / STATE, saved)
@@ -150,7 +150,7 @@ class OrbaxHome(CheckpointHome):
         super().write_blocks(name, process, saved, other_blocks)
 
     def prove(self, name: str, process: int, saved: Saved, hashes: Mapping[str, int]) -> None:
-        save = self._saves[name]  # `commit` reads them, when orbax has written them
+        save = self._saves[name]  # `commit` reads the blocks back, when orbax has written them
         save.saved = saved
         save.hashes = {x: y for x, y in hashes.items() if _is_block_of_orbax(x, saved)}
 
@@ -188,7 +188,7 @@ class OrbaxHome(CheckpointHome):
                 with save.quiet:
                     save.response.result(timeout=self.timeout)
             except TimeoutError:
-                return  # it may still write: unfinished until the next run tidies up
+                return  # orbax may still write; the next run removes the unfinished directory
             except Exception:  # the first failure is reported
                 pass
         self._remove(name)
@@ -221,7 +221,11 @@ class OrbaxHome(CheckpointHome):
 
 
 def _is_of_orbax(leaf: Leaf) -> bool:
-    """Whether orbax stores it: no value of a user's, none without elements, no dtype it lacks."""
+    """Whether orbax stores a leaf.
+
+    Our own file has values of users, and dtypes that TensorStore lacks. No file has arrays without
+    elements.
+    """
     is_in_our_file = leaf.is_user_value or leaf.dtype in _BYTES
     return bool(leaf.dtype and math.prod(leaf.shape)) and not is_in_our_file
 
@@ -233,15 +237,16 @@ def _is_block_of_orbax(block: str, saved: Saved) -> bool:
 def _keys_of(leaf_names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The keys of each name in nested dicts, without dots, by which orbax joins keys."""
     names = list(leaf_names)
-    above = {name[:i] for name in names for i, c in enumerate(name) if c == "/"}
+    # A leaf with a name that is also the folder of other leaves gets the key "%" in that folder.
+    folders = {name[:i] for name in names for i, c in enumerate(name) if c == "/"}
     keys = {name: name.replace(".", "%2e") or "%" for name in names}
-    return {x: (*y.split("/"), *(["%"] if x in above else [])) for x, y in keys.items()}
+    return {x: (*y.split("/"), *(["%"] if x in folders else [])) for x, y in keys.items()}
 
 
 def _opener(
     folder: Path, saved_leaves: Iterable[Leaf]
 ) -> Callable[[Leaf], Callable[[Bounds], np.ndarray]]:
-    """A function that opens arrays of orbax, of which slices are read then."""
+    """A function that opens an array of orbax; its result reads slices of the array."""
     ts = importlib.import_module("tensorstore")
     base = {"driver": "file", "path": f"{folder}/"}
     context = ts.Context({"cache_pool": {"total_bytes_limit": 64 << 20}})

@@ -109,7 +109,7 @@ def _header(path: Path, spent: int) -> dict[str, Entry]:
                 dtype = DTYPE_OF.get(code)
                 if dtype is None:
                     raise Damaged(f"{name!r:.80}: dtype {code!r:.20}, which NumPy does not have")
-                if not leaves.is_shape(shape):  # an empty array, of 2**94 rows
+                if not leaves.is_shape(shape):  # an empty array may have 2**94 rows
                     raise Damaged(f"{name!r:.80}: a shape that NumPy does not have, {shape}"[:200])
                 entries[name] = Entry(path, dtype, shape, start)
                 start += math.prod(shape) * np.dtype(dtype).itemsize
@@ -121,7 +121,7 @@ def _header(path: Path, spent: int) -> dict[str, Entry]:
 
 
 def read(entry: Entry, bounds: checksums.Bounds | None = None) -> np.ndarray:
-    """An array, or the part of it within (start, stop) of each axis, and little more is read."""
+    """An array, or its part within (start, stop) of each axis. Rows of the part are read whole."""
     dtype = np.dtype(entry.dtype)
     if not entry.shape:
         return read(dataclasses.replace(entry, shape=(1,))).reshape(())
@@ -153,7 +153,8 @@ def streamed(
     arrays: Mapping[str, np.ndarray], about: Mapping[str, str]
 ) -> tuple[int, Iterator[Any]]:
     """The bytes of a file with these arrays, and their number, without a copy of all arrays."""
-    names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))  # aligned by that
+    # The largest items come first, so that every array is aligned.
+    names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
     code_of = {name: code for code, name in DTYPE_OF.items()}
     header: dict[str, Any] = {"__metadata__": about} if about else {}
     end = 0

@@ -67,16 +67,18 @@ class Transform:
         Raises ValueError for another shape.
         """
         leaf, file, lengths = _solved_axes(self.leaf, self.file, self.sizes, shape)
+        # An axis is a row of blocks, one for each index of its first name, of this length each.
         inner_length = lambda axis: _length(axis[1:], lengths)
-        spans = {name: (0, n) for name, n in lengths.items()}
+        spans = {name: (0, n) for name, n in lengths.items()}  # start and stop to read
         for axis, (start, stop) in zip(leaf, bounds, strict=True):
             if any(axis[0] == file_axis[0] for file_axis in file):
                 n = inner_length(axis) or 1
-                spans[axis[0]] = start // n, -(-stop // n)
+                spans[axis[0]] = start // n, -(-stop // n)  # whole blocks around the bounds
         start_of = lambda axis: spans[axis[0]][0] * inner_length(axis)
         span_of = lambda axis: (start_of(axis), spans[axis[0]][1] * inner_length(axis))
         lengths_of_parts = {name: stop - start for name, (start, stop) in spans.items()}
         part = _rearranged(read(tuple(map(span_of, file))), file, leaf, lengths_of_parts)
+        # Cut off the parts of whole blocks beyond the bounds.
         cuts = zip(bounds, map(start_of, leaf), strict=True)
         return part[(*(slice(a - start, b - start) for (a, b), start in cuts), ...)]
 
@@ -99,6 +101,7 @@ def rearrange(pattern: str, /, **sizes: int) -> Transform:
     for name, n in sizes.items():
         checks.check_count(n, "rearrange()", name)
     sides = [_TOKENS.findall(side) for side in pattern.split("->")]
+    # A token is a group in parentheses, a single name, or another character.
     axes = [tuple(tuple(group.split()) or (name,) for group, name, _ in side) for side in sides]
     names = [sorted(name for axis in side for name in axis) for side in axes]
     is_malformed = (
@@ -154,12 +157,13 @@ class Mapped:
         part_of_array = lambda name, depth: self.transform.part(
             self.leaf.shape[depth:], bounds[depth:], functools.partial(read, name)
         )
-        if () in self.names.values():
+        if () in self.names.values():  # no stacked axes: one array
             return part_of_array(next(iter(self.names)), 0)
         out = np.empty([stop - start for start, stop in bounds], leaves.dtype_of(self.leaf.dtype))
         for name, place in self.names.items():
             place_in_part = tuple(i - start for i, (start, _) in zip(place, bounds, strict=False))
-            if all(0 <= i < n for i, n in zip(place_in_part, out.shape, strict=False)):
+            is_needed = all(0 <= i < n for i, n in zip(place_in_part, out.shape, strict=False))
+            if is_needed:
                 out[place_in_part] = part_of_array(name, len(place))
         return out
 
@@ -167,6 +171,7 @@ class Mapped:
 def planned(tree, where, rename, transform, call: str, prefix: str = "") -> dict[int, Mapped]:
     """For each leaf that `where` selects, by its number, the arrays of a file that make it."""
     names = ["/".join(name) for name, _, _ in trees.leaves_with_names(tree)]
+    # `call` is "restore()" or "save()": errors name its argument, "restore(where=)".
     select = lambda where, name: patterns.select(where, tree, f"{call[:-1]}{name}=)")
     flags = select(where, "where") if where is not None else (True,) * len(names)
     # A name by `rename` has no prefix, and its "{}" count along stacked axes.
@@ -220,6 +225,7 @@ def _solved_axes(
     other_axes = without_ellipsis(other_side)
     lengths = dict(sizes)
     for axis, n in zip(axes, shape, strict=False):
+        # At most one name of an axis has no size: the remaining factor of the length.
         known_length = math.prod(sizes.get(name, 1) for name in axis)
         lengths |= {name: n // known_length for name in axis if name not in sizes}
     if len(axes) != len(shape) or [_length(axis, lengths) for axis in axes] != [*shape]:

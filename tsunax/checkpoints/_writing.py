@@ -177,7 +177,7 @@ def _dropped(saver, metrics_by_step: dict[int, dict[str, float]]) -> list[int]:
 def _write(saver, name: str, drop: list[int], manifest, blocks, watched, left_calls) -> None:
     """A save in the background: each process writes its part, then the first process commits."""
     step = manifest.step
-    # missing processes are named before `wait` ends
+    # This ends before `wait`, so that its error names the missing processes.
     deadline = time.monotonic() + 0.9 * saver.timeout
 
     def gather_results(title, f):
@@ -329,9 +329,10 @@ def copied(tree: Tree, process: int) -> tuple[list[Leaf], Blocks]:
             if writer == process and math.prod(leaf.shape):
                 name = block_name(leaf.name, bounds, leaf.shape)
                 source_of_block[name] = data, _shards_of(data, bounds, is_local(x))
-    for s in (s for _, shards in source_of_block.values() for s in shards):
-        if not _is_host_memory(s):
-            s.data.copy_to_host_async()  # all transfers run at once
+    for _, shards in source_of_block.values():
+        for shard in shards:
+            if not _is_host_memory(shard):
+                shard.data.copy_to_host_async()  # all transfers run at once
     return described, {name: _on_host(*source) for name, source in source_of_block.items()}
 
 
@@ -355,7 +356,7 @@ def _is_host_memory(shard) -> bool:
 def _on_host(data, shards: list) -> np.ndarray:
     if not shards:
         return np.array(data)
-    if len(shards) == 1:  # a transfer from a device makes a copy by itself
+    if len(shards) == 1:  # copy=None copies only if needed: a transfer has made a copy already
         return np.array(shards[0].data, copy=_is_host_memory(shards[0]) or None)
     out = np.empty(data.shape, data.dtype)
     for s in shards:

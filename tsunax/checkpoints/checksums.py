@@ -46,6 +46,7 @@ def block_hash(block: np.ndarray, bounds: Bounds | None = None, shape: tuple[int
         for column in range(0, run_length, _ELEMENTS_AT_ONCE):
             chunk = words[row : row + rows_at_once, column : column + _ELEMENTS_AT_ONCE]
             mixed, shifted = scratch[:, : chunk.shape[0], : chunk.shape[1]]
+            # the index of the first element in each row of the chunk, times the stride
             first_term = starts[row : row + rows_at_once, None] + np.uint64(
                 column * _STRIDE % MODULUS
             )
@@ -72,6 +73,7 @@ def runs(bounds: Bounds, shape: tuple[int, ...]) -> tuple[np.ndarray, int]:
     inner = math.prod(shape[axis:])
     if not axis:
         return np.zeros(1, np.uint64), inner
+    # A run begins at `start` of the last cut axis, at each index of the axes before.
     *outer_bounds, (start, stop) = bounds[:axis]
     grid = np.ix_(*(np.arange(*bound) for bound in outer_bounds), np.array([start]))
     starts = np.ravel_multi_index(grid, shape[:axis]).reshape(-1).astype(np.uint64)

@@ -58,7 +58,9 @@ class Edit:
 
     def __repr__(self) -> str:
         keys = [] if self.values is None else self.values
-        names = trees.listed([*dict.fromkeys(leaves.show("", key[:-1])[1:] for key in keys)], 4)
+        # the field of each key, without its dot and the number within the field
+        fields = dict.fromkeys(leaves.show("", key[:-1])[1:] for key in keys)
+        names = trees.listed([*fields], 4)
         change = f": {names}" if names else ""
         if self.values is None:
             change = ": saved with its step"
@@ -67,7 +69,7 @@ class Edit:
     def applied(self, state: PyTree, like: PyTree) -> PyTree:
         """The state after the edit. `like` is the state of the script, as `setup` made it."""
         shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if trees.is_array(x) else x
-        like = jax.tree.map(shape_of, like)  # also of arrays that a step has consumed
+        like = jax.tree.map(shape_of, like)  # a step may have consumed the arrays
         lay_out = lambda path, s: merging.laid_out(
             s, {"cuts": self.layout[path][0]}, frozen=self.layout[path][1]
         )
@@ -121,6 +123,7 @@ def edit_of(old: PyTree, new: PyTree, step: int, calls: int, source: str) -> Edi
     old_leaves, values, size = dict(_keyed(old_tree)), {}, 0
     for key, x in _keyed(new_tree):
         y = old_leaves.get(key)
+        # whether no process has all of the leaf
         is_spread = not getattr(x, "is_fully_addressable", True) and not x.is_fully_replicated
         if x is y or not (is_spread or trees.bits_differ(x, y)):
             continue
@@ -160,7 +163,8 @@ def bounded(edits: list[Edit]) -> list[Edit]:
         f"begins anew: timeline() cannot replay steps {first} to {last}. For a number that changes "
         "all the time, give the rule a schedule."
     )
-    source = f"{len(edits):,} edits up to step {last}"  # no checkpoint before has such an edit
+    # An edit that no earlier checkpoint has, so that these are not on the line of later ones.
+    source = f"{len(edits):,} edits up to step {last}"
     return [dataclasses.replace(edits[0], source=source, values=None, departure=None)]
 
 

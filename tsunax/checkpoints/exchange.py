@@ -283,7 +283,7 @@ def _part(arrays: Mapping[str, Any], name: str, bounds: Bounds):
 def _restored(source: _Source, like, where, rename, transform, cast: bool):
     checks.check_flags("restore()", cast=cast)
     if like is None:
-        if not (rename is where is transform is None):
+        if any(argument is not None for argument in (rename, where, transform)):
             raise WrongTypeError("like", "restore()", "none", "the tree to rename or choose from")
         total = sum(x.n_bytes for x in source.leaves.values())
         if source.size is not None and total > 4 * source.size + (64 << 20):
@@ -322,13 +322,16 @@ def _filled_tree(
     target_leaves, treedef = jax.tree.flatten(tree)
     differences, missing = [], []
     # Orbax keeps the wrappers of flax.nnx, with the array in their `value`.
-    actual = lambda name: name if name in source.leaves else f"{name}/value"
-    known_names = dict.fromkeys(actual(name) for mapped in plan.values() for name in mapped.names)
+    name_in_file = lambda name: name if name in source.leaves else f"{name}/value"
+    known_names = dict.fromkeys(
+        name_in_file(name) for mapped in plan.values() for name in mapped.names
+    )
     for mapped in plan.values():
-        is_changed = str(mapped.stored) != str(mapped.leaf)
-        expected = str(mapped.stored) + f" for {mapped.leaf}" * is_changed
+        expected = str(mapped.stored)
+        if expected != str(mapped.leaf):
+            expected += f" for {mapped.leaf}"
         for name in mapped.names:
-            saved_leaf = source.leaves.get(actual(name))
+            saved_leaf = source.leaves.get(name_in_file(name))
             if saved_leaf is None:
                 missing.append(name)
                 differences.append(f"{mapped.where}: nothing named {name!r}, expected {expected}")
@@ -345,7 +348,7 @@ def _filled_tree(
     _matching.refuse(f"other arrays in {source.path}", differences, fix)
     read = source.reading(list(known_names))
     for i, mapped in plan.items():
-        read_part = lambda name, bounds: read(actual(name), bounds)
+        read_part = lambda name, bounds: read(name_in_file(name), bounds)
         value = _value(mapped, target_leaves[i], read_part)
         target_leaves[i] = _matching.placed(value, target_leaves[i], mapped.leaf.kind)
         # otherwise host copies of many leaves would pile up

@@ -81,8 +81,8 @@ def dtype_of(name: str) -> np.dtype | None:
 
 def is_shape(shape: Sequence[Any]) -> bool:
     """Whether NumPy can have an array of this shape, without its axes of length 0."""
-    sizes = all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
-    return sizes and len(shape) <= 64 and math.prod(n for n in shape if n) < 1 << 48
+    are_sizes = all(type(n) is int and 0 <= n < 1 << 48 for n in shape)
+    return are_sizes and len(shape) <= 64 and math.prod(n for n in shape if n) < 1 << 48
 
 
 def leaf_of(path: Keys, x: PyTree, name: str = "") -> Leaf:
@@ -162,7 +162,8 @@ def tree_of(tree: PyTree) -> Tree:
     out, names, n_of_name = Tree([], {}, [], []), [], {}
     _walk(tree, (), (), out, names)
     for name in names:  # keys of a custom node may differ in their type alone
-        n_of_name[name] = n = n_of_name.get(name, 0) + 1
+        n = n_of_name.get(name, 0) + 1
+        n_of_name[name] = n
         out.names.append(joined(name) + (f"%~{n}" if n > 1 else ""))
     return out
 
@@ -179,9 +180,12 @@ def _walk(x, path: Keys, name: Keys, out: Tree, names: list[Keys]) -> None:
     if isinstance(x, TrainState):
         out.states[path] = x
     for key, child in children:
-        child_path_and_name = path + tuple(map(_entry, key)), name + tuple(map(trees.key_name, key))
         is_value_of_box = is_box and trees.key_name(key[0]) == "value"
-        _walk(child, *((path, name) if is_value_of_box else child_path_and_name), out, names)
+        child_path, child_name = path, name
+        if not is_value_of_box:
+            child_path = path + tuple(map(_entry, key))
+            child_name = name + tuple(map(trees.key_name, key))
+        _walk(child, child_path, child_name, out, names)
 
 
 def _entry(entry) -> str:

@@ -221,7 +221,8 @@ def _parsed(body) -> Manifest:
     if not all(x.dtype for x in arrays):
         raise ValueError("an array without a dtype")
     metrics = {name: float(unfinite(x)) for name, x in body["metrics"].items()}
-    check(links := body.get("links", []), [(Size, str)])  # earlier versions did not save them
+    links = body.get("links", [])  # earlier versions did not save links
+    check(links, [(Size, str)])
     return Manifest(body["step"], described, states, parts, metrics, dict(links))
 
 
@@ -236,6 +237,7 @@ def encode(x: Any, keep: Callable[[tuple[Any, ...], np.ndarray], Any], *path: An
     match x:
         case None | bool():
             return x
+        # There is no tensor without torch, so it need not be imported here.
         case _ if isinstance(x, getattr(sys.modules.get("torch"), "Tensor", ())):
             # torch raises for tensors on other devices, sparse ones, and dtypes that NumPy lacks
             with contextlib.suppress(RuntimeError, TypeError):

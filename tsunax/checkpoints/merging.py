@@ -35,13 +35,15 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
     sharding = state.clock.sharding if is_placed and state.clock.committed else None
     # `put_on_devices_of` would wait for the other processes at each transfer.
     place = lambda tree: placement.replicate(tree, sharding) if is_placed else tree
-    lives, cuts = [] if numbers is None else numbers.layout.lives, {}
+    lives = [] if numbers is None else numbers.layout.lives
+    cuts: dict[int, Any] = {}
     for live_index, group_of_leaf, labels in facts["cuts"]:
         s = lives[live_index][1] if live_index < len(lives) else None
         # Another rule, or a script that cuts before it restores, is reported when leaves are
         # compared.
         if s is not None and s.cut is None and len(group_of_leaf) == len(s.scope.paths):
-            cuts[live_index] = Cut(tuple(group_of_leaf), tuple(labels)), (0,) * len(labels)
+            parents = (0,) * len(labels)  # each group begins with the script's values
+            cuts[live_index] = Cut(tuple(group_of_leaf), tuple(labels)), parents
     if numbers is not None and cuts:
         opt_state, numbers = recut_numbers(opt_state, numbers, trained_part(state), cuts)
         numbers = place(numbers)
@@ -91,7 +93,8 @@ def script_numbers_in(manifest: Manifest) -> dict[leaves.Keys, dict[str, Any]]:
         script_facts: Any = decode(manifest.parts[0].values["script"], {})
         numbers_by_state = {}
         for path, x in zip(manifest.states, script_facts["states"], strict=True):
-            check(columns := x["columns"], [(str, Size)])
+            columns = x["columns"]
+            check(columns, [(str, Size)])
             values = np.asarray(x["values"], np.float32)
             if columns and values.shape[-1] != len(columns):
                 raise ValueError("numbers that are no table of their names")
@@ -144,6 +147,7 @@ def merges_of(
         if not average.uniform and average.schedule is None:
             rate = start["rates"].get(name)
             title = "ema decay" + (f" of {name}" if name != "average" else "")
+            # A decay that was a schedule has no rate. The settings of `fit` report that edit.
             had_schedule = at_start is not None and rate is None
             merges[(*path, f".{name}", ".rate")] = functools.partial(
                 _merged_number, None if had_schedule else title, rate, user_number=decay_of_rate
@@ -196,6 +200,7 @@ def merged_table(
             word_for = lambda text: "a schedule" if text else "a number"
             edits[name] = f"{name}: {word_for(saved_schedule)} then, {word_for(schedule)} now"
             continue
+        # Row 3 has the values at `setup`; rows 0 to 2 are compared as `fit` got them at the start.
         pairs = [(saved[..., 3, places], script_values[..., 3, columns])]
         if at_start is not None and (start_columns := _by_name(at_start["columns"]).get(name)):
             table = at_start["values"][..., start_columns]
@@ -203,7 +208,8 @@ def merged_table(
         if (edit := next((pair for pair in pairs if not np.array_equal(*pair)), None)) is None:
             merged[..., columns] = saved[..., places]
             continue
-        # Numbers of a schedule follow the number that may be held against it.
+        # The first column is the number that may be held against the schedule. Then the numbers of
+        # the schedule follow, with the names of arguments in its text.
         titles = ["", *re.findall(r"'(\w+)': \*", schedule)]
         is_different = np.any(edit[0] != edit[1], axis=tuple(range(script_values.ndim - 2)))
         changed = [x for x, is_new in zip(titles, is_different, strict=False) if x and is_new]

@@ -158,7 +158,7 @@ def read(run: Any, step: int, plan_of: Function, skips_optimizer: bool = False) 
         arrays = [x for part in parts for x in part.arrays]
         saved_leaves = [*(pair.saved for pair in plan.pairs), *arrays]
         needed = [*map(plan.needed, plan.pairs), *[None] * len(arrays)]
-        place = plan.placing()  # not in the thread: it has another default device
+        place = plan.placing()  # here, because a thread has another default device
         values, sums = _background.bounded(
             lambda: run.home.read(step, manifest, saved_leaves, needed, place), run.timeout, name
         )
@@ -219,6 +219,7 @@ def newer_of_checkpoint_and_state(run: Any, checkpoint_step: int, state: PyTree)
     newest = f"step {checkpoint_step}, the newest in {run.path}"
     text = f"fit(): the state given is at step {step}, the checkpoint at {newest}"
     is_initial = calls == calls_at_start
+    # The initial state of the run is replaced in any case, without a warning.
     if calls < saved_calls or (is_initial and calls != saved_calls):
         if not is_initial:
             warn(f"{text}: the checkpoint's goes on. For the state given, give another path.")
@@ -260,17 +261,18 @@ def changed_leaves(run: Any, checkpoint_step: int, state: PyTree) -> list[str]:
     in_hand = {leaf.path: dataclasses.replace(leaf, hash=total(leaf)) for leaf in described}
     saved = {leaf.path: leaf for leaf in manifest.leaves}
     paths = [path for path in in_hand | saved if in_hand.get(path) != saved.get(path)]
-    # room for frozen leaves that nothing fills: a freeze that was taken back
+    # After a freeze and a thaw, a state has flags without a frozen leaf: that is no difference.
     paths = [path for path in paths if path in saved or path not in flags]
     names = [leaves.show("state", path) for path in paths if ".numbers" not in path]
-    return ["hyperparameters"] * (len(names) < len(paths)) + names
+    has_numbers = len(names) < len(paths)
+    return ["hyperparameters", *names] if has_numbers else names
 
 
 def _parts(run, manifest: _manifest.Manifest, count: int) -> list[_manifest.Parts]:
     """Data, history and callbacks of the first of `count` processes, then of this process."""
     first = manifest.parts[:1]
     if len(manifest.parts) == count:
-        return first + manifest.parts[run.process : run.process + 1] * bool(run.process)
+        return first + (manifest.parts[run.process : run.process + 1] if run.process else [])
     if any("data" in part.values for part in manifest.parts[1:]):  # each has its own place
         raise CheckpointError(
             "positions of the data",

@@ -110,7 +110,8 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, Setting]]:
     """The parts of a state by name that are not saved: key, static numbers, functions."""
     yield "rule", Setting(stable_text.words_of(state.plan.update, code=False), Kind.RULE)
     fields: dict[str, Any] = dict.fromkeys(averages_of(state), ("start", "every", "warmup"))
-    for name, f in ((name, x.schedule) for name, x in averages_of(state).items()):
+    for name, average in averages_of(state).items():
+        f = average.schedule
         is_value = isinstance(f, Schedule)
         description = repr(f) if is_value else "a function" if f else "a number"
         yield f"decay of the {name}", Setting(description)
@@ -118,8 +119,9 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, Setting]]:
             yield f"the schedule of the {name}", Setting(code_text(f), Kind.SCHEDULE)
     if state.loss_scale is not None:
         fields["loss_scale"] = "dynamic", "interval", "factor", "floor", "ceiling"
-    for name, field in ((name, field) for name, names in fields.items() for field in names):
-        yield f"{field} of the {name}", Setting(str(getattr(getattr(state, name), field)))
+    for name, names_of_fields in fields.items():
+        for field in names_of_fields:
+            yield f"{field} of the {name}", Setting(str(getattr(getattr(state, name), field)))
     if (numbers := state.numbers) is not None:
         for number in numbers.layout.numbers:
             # Plain functions, for example optax's: their numbers are in no table.

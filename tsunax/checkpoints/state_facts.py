@@ -84,5 +84,6 @@ def script_numbers(state: TrainState) -> dict[str, Any]:
 def injected_numbers(state: TrainState) -> Iterator[tuple[leaves.Keys, Any]]:
     """The numbers that `optax.inject_hyperparams` keeps among the arrays of the optimizer."""
     for path, x in leaves.tree_of(state.opt_state).leaves:
-        if ".hyperparams" in path[-2:-1]:
+        is_injected = ".hyperparams" in path[-2:-1]  # the last key is the name of the number
+        if is_injected:
             yield (".opt_state", *path), x

@@ -165,9 +165,7 @@ def flux_oadam(learning_rate: Scalar, b1=0.5, b2=0.9, eps=1e-8):
         # Divide last: XLA then stores only the quotient. For a product it also stores the factors
         # (+12 % of memory).
         adam_updates = jax.tree.map(lambda m, v: -learning_rate * m / (jnp.sqrt(v) + eps), m, v)
-        return jax.tree.map(lambda u, previous: 2 * u - previous, adam_updates, state[1]), (
-            moments,
-            adam_updates,
-        )
+        updates = jax.tree.map(lambda u, previous: 2 * u - previous, adam_updates, state[1])
+        return updates, (moments, adam_updates)
 
     return optax.GradientTransformation(init, update)

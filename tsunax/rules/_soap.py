@@ -46,8 +46,10 @@ def _new_bases(stage: jax.Array, factors: Any, bases: Any, mesh: Mesh | None) ->
         return [y.reshape(x.shape) for x, y in zip(factors, results, strict=True)]
 
     def iterate_bases(bases):
+        # `map_matrices` takes a function of one matrix, so a factor and its basis are stacked.
         stacked_pairs = [jnp.concatenate(pair, -2) for pair in zip(factors, bases, strict=True)]
-        return map_stacks(lambda x: jnp.linalg.qr(jnp.matmul(*jnp.split(x, 2)))[0], stacked_pairs)
+        product = lambda x: jnp.matmul(*jnp.split(x, 2))
+        return map_stacks(lambda x: jnp.linalg.qr(product(x))[0], stacked_pairs)
 
     eigenvectors = lambda x: jnp.linalg.eigh(x)[1][:, ::-1]
     choices = [list, iterate_bases, lambda _: map_stacks(eigenvectors, factors)]
@@ -99,6 +101,7 @@ def soap(
 
     def init(params):
         zeros = [optax.tree.zeros_like(params, dtype=jnp.float32) for _ in range(2)]
+        # `sides` are the factors of rows and of columns, then the bases of both.
         starts = [lambda n: jnp.zeros((n, n)), jnp.eye]
         sides = [
             jax.tree.map(lambda p: _side(p, axis, start, max_size), params)  # noqa: B023
@@ -111,7 +114,7 @@ def soap(
         del params, extra
         leaves, treedef = jax.tree.flatten(updates)
         mu, nu, *sides = map(treedef.flatten_up_to, state[1:])
-        bases = list(zip(*sides[2:], strict=True))
+        bases = list(zip(*sides[2:], strict=True))  # for each leaf (rows, columns)
         is_first, t = state.calls == 0, jnp.maximum(state.calls, 1)
         with jax.default_matmul_precision("float32"):
             g = [x.astype(jnp.float32) for x in leaves]
@@ -123,6 +126,7 @@ def soap(
                 _in_bases(_in_bases(m, q) / (jnp.sqrt(v) + eps), q, back=True)
                 for m, v, q in zip(means, squares, bases, strict=True)
             ]
+            # Means of g gᵀ for rows, of gᵀ g for columns; a side without a basis has no mean.
             outer_products = [lambda x: x @ x.mT, lambda x: x.mT @ x]
             factors = [
                 [

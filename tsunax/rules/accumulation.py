@@ -126,6 +126,7 @@ class Gather(MadeOfRules):
     def bounded(self, survey: Any, state: Window, bounds: list[Any]) -> list[Any]:
         weight = 1.0 if survey.weight is None else survey.weight
         survey.need(state.weight + weight <= MAX_WEIGHT)
+        # The sums of a window do not separate gradients and decay, so one bound is for both.
         return survey.walk(self.update, state.inner, [(survey.flat(b, c), 0.0) for b, c in bounds])
 
 

@@ -81,7 +81,7 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
     and the shape; without, the updates have NaN in them. HyperparameterError unless `max_norm` is
     above 0, WrongTypeError for another `p`.
     """
-    if np.ndim(p) or not checks.is_real(p) or p != p:
+    if np.ndim(p) or not checks.is_real(p) or p != p:  # NaN
         raise WrongTypeError("p", "clip_by_norm()", trees.describe(p), "a real number, ±inf or 0")
     bound = as_scalar(max_norm)
 
@@ -203,7 +203,8 @@ def _reject_spikes(factor: float = 6.0, decay: float = 0.98, warmup: int = 50):
         observed = jnp.stack([jnp.log(jnp.maximum(norm, 1e-30)), value]).astype(jnp.float32)
         centre, spread, n_steps, _ = state.band
         distance = observed - centre
-        # At least twice the centre: log(2) above it on the log scale of the norm.
+        # At least twice the centre: log(2) above it on the log scale of the norm (first column),
+        # |centre| above it for the loss (second column).
         least_reach = jnp.where(np.array([True, False]), np.float32(np.log(2)), jnp.abs(centre))
         is_spike = (distance > jnp.maximum(reach * spread, least_reach)) & (n_steps >= warmup)
         step_size = jnp.where(n_steps == 0, 1, jnp.float32(rate))

@@ -163,6 +163,7 @@ class _PartitionUpdate(MadeOfRules):
                 for name, f in searches.items()
             }
             old_inner = inner[pattern] = state.inner[pattern]
+            # A flush is only for rules with a window.
             if extra.get("flush") and accumulation.any_emitted(old_inner) is None:
                 continue
             with _patterns.group_of(grads if params is None else params, group_flags):

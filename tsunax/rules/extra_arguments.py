@@ -51,7 +51,7 @@ def with_extra(rule: optax.GradientTransformation) -> optax.GradientTransformati
     """The rule with an update that accepts any extra argument. Equal rules give equal results."""
     is_extended = isinstance(rule, optax.GradientTransformationExtraArgs)
     takes = keyword_names(rule.update, 3) if is_extended else ()  # after updates, state, params
-    if takes is None:
+    if takes is None:  # the update accepts any argument
         return as_rule(rule.init, rule.update)
     init = rule.init if "step" in takes else Init(_plain_init, (rule.init,))
     return as_rule(init, PlainUpdate(rule.update, takes))

@@ -61,7 +61,7 @@ def _check_update(rule: optax.GradientTransformationExtraArgs, params: PyTree) -
     except RuleError:
         raise
     except Exception as error:
-        # the axes of a shard_map
+        # An update may use the axes of a shard_map, which exist in steps only.
         is_unbound_axis = isinstance(error, NameError) and "unbound axis name" in str(error)
         if is_unbound_axis or (not complex_paths and _lacks_argument(error)):
             return
@@ -97,12 +97,14 @@ def _fault_of_update(rule, params: PyTree, grads: PyTree) -> str:
     if difference := _difference(new_state, old_state, "opt_state"):
         return f"a state that changes from call to call ({difference})"
     pairs = zip(jax.tree.leaves(updates), jax.tree.leaves(params), strict=True)
-    is_real_update = lambda u, p: trees.is_a(p, np.complexfloating) and u.dtype != p.dtype
-    return "other dtypes" if any(is_real_update(*pair) for pair in pairs) else ""
+    # Updates of real params may have another float dtype, and are cast when they are added.
+    is_unfit = lambda u, p: trees.is_a(p, np.complexfloating) and u.dtype != p.dtype
+    return "other dtypes" if any(is_unfit(*pair) for pair in pairs) else ""
 
 
 def _update_shapes(rule, params: PyTree, grads: PyTree) -> tuple[Any, Any, Any]:
     """The shapes of the state before an update, of the updates, and of the state after it."""
+    # Any loss of params serves the rules that search along a line.
     widened = lambda x: x.astype(trees.wide_dtype(x))
     loss_fn = lambda p, *_, **__: sum(jnp.sum(widened(jnp.abs(x))) for x in jax.tree.leaves(p))
     extra = {"value_fn": loss_fn, "obj_fn": loss_fn, "grad_fn": lambda p, *_: jax.grad(loss_fn)(p)}
@@ -133,10 +135,12 @@ def _is_sure_to_work(update: Any) -> bool:
     """Whether an update is made only of rules that always work."""
     if isinstance(update, LiveUpdate):
         return is_library_factory(update.live.factory) and update.live.title not in _NEED_A_TRACE
-    is_ours = type(update).__module__.startswith("tsunax.") and not hasattr(update, "around")
-    return is_ours and all(
-        map(_is_sure_to_work, getattr(update, "updates", None) or [getattr(update, "update", None)])
-    )
+    has_user_function = hasattr(update, "around")  # the update of `rules.wrap`
+    is_ours = type(update).__module__.startswith("tsunax.") and not has_user_function
+    if not is_ours:
+        return False
+    inner_updates = getattr(update, "updates", None) or [getattr(update, "update", None)]
+    return all(map(_is_sure_to_work, inner_updates))
 
 
 def _lacks_argument(error: Exception) -> bool:

@@ -76,6 +76,7 @@ def owners_of_live(live: Any, params: PyTree) -> list[int | None]:
 
 @functools.lru_cache(maxsize=128)  # the same function for equal rules
 def _init_of(live: Any) -> Function:
+    # No shape depends on the numbers; 0.5 is in the range of all.
     return live.build(dict.fromkeys(live.names, 0.5)).init
 
 
@@ -92,13 +93,13 @@ def owners_of(
 def owners_in(init: Function, opt_state: PyTree, params: PyTree) -> list[int | None]:
     """Owners of the leaves of an optimizer state in which live states contain their tables."""
     shapes, owner_of_leaf = owners(init, params)
-    fresh = jax.tree.unflatten(
-        jax.tree.structure(shapes), [-1 if o is None else o for o in owner_of_leaf]
-    )
+    indices = [-1 if o is None else o for o in owner_of_leaf]  # None would be no leaf of a tree
+    fresh = jax.tree.unflatten(jax.tree.structure(shapes), indices)
 
     def owners_like(fresh, actual):
         if not is_live(actual):
             return fresh
+        # `actual` may have more groups than a fresh state; the leaves of tables have no owner.
         inner = jax.tree.map(owners_like, fresh.inner, actual.inner, is_leaf=is_live)
         table, extra, count = jax.tree.map(lambda _: -1, (actual.table, actual.extra, actual.count))
         return dataclasses.replace(actual, table=table, inner=inner, extra=extra, count=count)

@@ -51,7 +51,7 @@ def _takes_number(parameter: inspect.Parameter, value: Any) -> bool:
         or parameter.name in ("learning_rate", "lr")
         or any(word in annotation for word in _NUMBER_WORDS)
     )
-    if value is None:
+    if value is None:  # a mistake in place of a number, unless None is the default
         return is_expected and default is not None
     return is_expected or isinstance(value, (float, np.floating)) or trees.is_traced(value)
 
@@ -90,6 +90,7 @@ class LiveInit:
 
     def plain(self) -> optax.GradientTransformationExtraArgs:
         """The optax rule with the numbers of step 0."""
+        # Without values, 0.5 is in the range of all numbers.
         numbers: dict[str, Any] = dict.fromkeys(self.live.names, 0.5)
         for name, value in zip(numbers, self.values or (), strict=self.values is not None):
             value: Any = value(0) if callable(value) else value

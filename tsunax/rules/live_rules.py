@@ -111,13 +111,13 @@ class Live:
 
     def build(self, numbers: Mapping[str, Any]) -> optax.GradientTransformationExtraArgs:
         """The optax rule for these numbers."""
-        outer = building.set(True)
+        token = building.set(True)
         try:
             tx = self.factory(**self.statics, **numbers)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError) as error:
             raise RuleError(_BRANCHES_IN_PYTHON.format(self.title)) from error
         finally:
-            building.reset(outer)
+            building.reset(token)
         return optax.with_extra_args_support(tx)
 
 

@@ -27,8 +27,9 @@ def map_matrices(f: Function, stacks: Sequence[jax.Array], mesh: Mesh) -> list[j
     rows, columns). Stacks of equal shape are joined: of k matrices each of n devices computes
     ceil(k / n). A matrix moves twice, to its device and back, however many products `f` needs.
     """
-    owners, indices_by_kind = P(mesh.axis_names), defaultdict[Any, list[int]](list)
-    specs = {"mesh": mesh, "in_specs": owners, "out_specs": owners, "check_vma": False}
+    over_all_devices, indices_by_kind = P(mesh.axis_names), defaultdict[Any, list[int]](list)
+    specs: Any = {"mesh": mesh, "in_specs": over_all_devices, "out_specs": over_all_devices}
+    specs["check_vma"] = False
     for i, x in enumerate(stacks):
         indices_by_kind[x.shape[1:], x.dtype].append(i)
     results, free = list(stacks), P.UNCONSTRAINED
@@ -41,14 +42,12 @@ def map_matrices(f: Function, stacks: Sequence[jax.Array], mesh: Mesh) -> list[j
         padding = jnp.broadcast_to(results[indices[0]][:1], (-split_points[-1] % mesh.size, *shape))
         # Join and split while the matrices themselves are cut, or XLA would gather all matrices.
         stack = with_spec(jnp.concatenate([*(results[i] for i in indices), padding]), free, free)
-        longest_axis = max((n for n in shape if n % mesh.size == 0), default=0)
-        axes_of_cut = (
-            (mesh.axis_names, None) if longest_axis == shape[0] else (None, mesh.axis_names)
-        )
-        stack = with_spec(
-            jax.shard_map(jax.vmap(f), **specs)(stack),
-            *(axes_of_cut if longest_axis else (free, free)),
-        )
+        # Results are cut along the longer axis that the devices divide, if there is one.
+        cut_length = max((n for n in shape if n % mesh.size == 0), default=0)
+        cut = (mesh.axis_names, None) if cut_length == shape[0] else (None, mesh.axis_names)
+        stack = jax.shard_map(jax.vmap(f), **specs)(stack)
+        stack = with_spec(stack, *(cut if cut_length else (free, free)))
+        # The last part of the split is the padding, which no index takes.
         for i, y in zip(indices, jnp.split(stack, split_points), strict=False):
             results[i] = y
     return results
@@ -100,6 +99,7 @@ def update_muon(
             if arguments["adaptive"]
             else to_array(y)
         )
+    # Without momentum and iteration, the rule does the rest: scaling, decay and learning rate.
     rest_of_muon = optax.contrib.muon(**{**arguments, **no_iteration, "beta": 0.0})
     state = optax.tree.set(state, ns_coeffs=no_coefficients)
     updates, state = rest_of_muon.update(treedef.unflatten(leaves), state, params, **extra)

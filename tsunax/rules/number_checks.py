@@ -50,6 +50,7 @@ def check_schedule(where: str, name: str, schedule: Function) -> None:
     whole_numbers = [
         x for x in jax.tree.leaves(schedule) if isinstance(x, int | float) and x % 1 == 0
     ]
+    # At most eight steps, because each is a call. Parts follow each other: the sum is the last end.
     steps = [int(x) for x in whole_numbers if 1 < x < 1 << 29][:8]
     low, _, high, text = _RANGES.get(name, _NO_RANGE)
     for step in {*steps, sum(steps)}:

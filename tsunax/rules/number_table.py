@@ -55,7 +55,7 @@ class Number:
     complement: Scalar
 
     def __post_init__(self) -> None:
-        # It is made once, in the outermost trace, so that inner traces may use the array, too.
+        # The weak scalar is made once, in the outermost trace, so that inner traces may use it.
         # JAX also makes trees with placeholders, which are no arrays.
         self.weak: Any = weak(self.value) if trees.is_array(self.value) else self.value
 
@@ -241,7 +241,8 @@ class Numbers:
         out.
         """
         leaves = jax.tree.leaves(opt_state)
-        clocks, numbers = dict(zip(self.layout.plain_leaves, leaves, strict=bool(leaves))), {}
+        clocks = dict(zip(self.layout.plain_leaves, leaves, strict=bool(leaves)))
+        numbers: dict[str, Any] = {}
         # Copy the table to the host once, instead of waiting for each number.
         values = self.values if trees.is_traced(self.values) else np.asarray(self.values)
         for number in self.layout.numbers:
@@ -352,7 +353,8 @@ def _flat_names(lives: Sequence[tuple[tuple[Any, ...], Any]]) -> dict[tuple[int,
     counts_in_group = Counter((name, groups_of_rules[i]) for name, i in names)
     places = [(group, i, name) for name, i in names for group in range(lives[i][1].groups)]
     flat_names: dict[tuple[int, int, str], str] = {}
-    for group, i, name in sorted(places, key=lambda place: place[:2]):
+    by_group_and_state = lambda place: place[:2]
+    for group, i, name in sorted(places, key=by_group_and_state):
         rules = groups_of_rules[i] if counts[name] > 1 else ()
         flat_name = "@".join(filter(None, (name, *rules, lives[i][1].group_labels[group])))
         if indices[i] and counts_in_group[name, groups_of_rules[i]] > 1:

@@ -42,15 +42,15 @@ def merge_groups(
 ) -> tuple[PyTree, PyTree, tuple[Any, ...]]:
     """Each leaf from the run of its group; counters from every run."""
     group_of_leaf, owners = state.cut.group_of_leaf, owners_of_live(live, params)
-    updates, inner_leaves = (
-        [jax.tree.leaves(x) for x in trees_of_runs] for trees_of_runs in zip(*runs, strict=True)
-    )
-    shapes = map(jax.tree.structure, runs[0])
+    updates = [jax.tree.leaves(updates_of_run) for updates_of_run, _ in runs]
+    inner_leaves = [jax.tree.leaves(inner_of_run) for _, inner_of_run in runs]
+    structures = map(jax.tree.structure, runs[0])
+    # A leaf without an owner is a counter; `inner` has the counters of group 0.
     new_updates = [updates[g][k] for k, g in enumerate(group_of_leaf)]
     new_inner = [
         inner_leaves[0 if o is None else group_of_leaf[o]][j] for j, o in enumerate(owners)
     ]
-    new_updates, new_inner = map(jax.tree.unflatten, shapes, (new_updates, new_inner))
+    new_updates, new_inner = map(jax.tree.unflatten, structures, (new_updates, new_inner))
     return new_updates, new_inner, tuple(_counters(leaves, owners) for leaves in inner_leaves[1:])
 
 

@@ -86,12 +86,12 @@ class Survey:
         if name == "masked" and "inner" in numbers:
             self.by_element, inner = False, numbers["inner"]
             return bounds + self.walk(inner.update, state.inner_state, bounds, inner.init)
-        if name in ("_stateless", "_decay"):
+        if name in ("_stateless", "_decay"):  # helpers of clipping.py; `f` has the numbers
             self.by_element &= numbers.get("where", "**") == "**"
             name, numbers = _factory(numbers["f"]), _closure(numbers["f"])
         if name not in _BOUNDS:
             raise Undeclared(name or trees.describe_call(update))
-        numbers = _closure(init) | numbers
+        numbers = _closure(init) | numbers  # some factories use a number in `init` alone
         bounds = [_BOUNDS[name](numbers, self, b, c, state) for b, c in bounds]
         self.need(*(b < self.limit for b, _ in bounds), *(abs(c) <= 1 for _, c in bounds))
         return bounds
@@ -162,9 +162,12 @@ def _averaged(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: An
     eps, under_root = n["eps"], n.get("eps_root", 0.0)
     are_decays = _is_decay(n["b1"]), _is_decay(n["b2"], of_squares=True)
     survey.need(*are_decays, eps >= 0, under_root >= 0)
-    smallest = eps + (abs(under_root) * (under_root >= TINY)) ** 0.5
-    survey.need(smallest >= TINY)
-    return _quotient(_quotient(2 * survey.flat(b, c), 1 - n["b1"]), smallest), 0.0
+    kept_under_root = abs(under_root) * (under_root >= TINY)  # smaller ones may be flushed to zero
+    smallest_divisor = eps + kept_under_root**0.5
+    survey.need(smallest_divisor >= TINY)
+    # The bias correction divides an average by at least 1 - b1; nesterov adds a second average.
+    largest_average = _quotient(2 * survey.flat(b, c), 1 - n["b1"])
+    return _quotient(largest_average, smallest_divisor), 0.0
 
 
 def _over_rms(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
@@ -172,13 +175,13 @@ def _over_rms(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: An
     if "decay" in n:
         survey.need(_is_decay(n["decay"], of_squares=True), n["initial_scale"] >= 0)
     survey.need(n["eps"] >= TINY)
-    return _quotient(
-        survey.flat(b, c), n["eps"] ** 0.5 if n.get("eps_in_sqrt", True) else n["eps"]
-    ), 0.0
+    smallest_divisor = n["eps"] ** 0.5 if n.get("eps_in_sqrt", True) else n["eps"]
+    return _quotient(survey.flat(b, c), smallest_divisor), 0.0
 
 
 def _trace(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
     survey.need(_is_decay(n["decay"]))
+    # nesterov adds a gradient to the trace
     return 2 * LONGEST * survey.flat(b, c), 0.0
 
 

@@ -85,7 +85,7 @@ class Watching(Watcher):
 
     def wait(self, memory: dict[str, Any], step: int, value: float) -> None:
         """Count the values that do not beat the best by more than `min_delta`; NaN never does."""
-        sign = 1 if self.mode == "min" else -1
+        sign = 1 if self.mode == "min" else -1  # with it, lower is better in both modes
         bar = sign * memory["best"] - self.min_delta if "best" in memory else math.inf
         if sign * value < bar:
             memory.update(best=value, best_step=step, wait=0)
@@ -146,14 +146,16 @@ class throttle:
 
     def __call__(self, run: Run) -> PyTree:
         memory, clock = run.memory, time.time()
-        # a clock set back ends the wait
+        # If the clock was set back, the wait is over.
         is_waiting = clock < memory.get("throttled_until", 0.0) <= clock + self.seconds
-        is_due = memory.get("throttled", False)
-        if is_waiting and not (run.event == "end" and is_due):
-            memory["throttled"] = is_due or self.trailing
+        has_missed_call = memory.get("throttled", False)
+        if is_waiting and not (run.event == "end" and has_missed_call):
+            memory["throttled"] = has_missed_call or self.trailing
             return None
-        memory.update(throttled_until=clock + self.seconds, throttled=not (self.leading or is_due))
-        return None if memory["throttled"] else self.fn(run)
+        # Without `leading` the first boundary only begins a wait; its call comes after it.
+        misses_call = not (self.leading or has_missed_call)
+        memory.update(throttled_until=clock + self.seconds, throttled=misses_call)
+        return None if misses_call else self.fn(run)
 
 
 # When to stop
@@ -182,7 +184,7 @@ class early_stopping(Watching):
             if not math.isfinite(value):
                 return run.stop(f"{metric} is {value} at step {step}")
             self.wait(memory, step, value)
-        # also at the start of a run that it has stopped before
+        # A run that this callback has stopped before stops again at its start.
         if memory.get("wait", 0) >= self.patience:
             best = f"{memory['best']:.6g} at step {memory['best_step']}"
             run.stop(f"{metric} is no better than {best} for {memory['wait']} values")

@@ -139,6 +139,7 @@ class Forms:
             raise DataError(
                 "batch", f"step {step}", got, f"{MOST_SHAPES} shapes at most in a run", fix
             )
+        # Batches with other numbers of rows warn when the number of shapes has doubled.
         if not differs_in_rows or len(self._forms) in (2, 4, 8):
             listed = lambda batch: ", ".join(map(trees.describe, jax.tree.leaves(batch)))
             warn(
@@ -282,7 +283,7 @@ class SingleBatches(OfHost):
         if self._is_whole:
             batch = placement.replicate(batch, home, shared=False)
         elif not isinstance(self._step, TrainStep) and isinstance(home, NamedSharding):
-            batch = placement.put_rows(batch, home, shared=False)  # a TrainStep does it
+            batch = placement.put_rows(batch, home, shared=False)  # a TrainStep places its batch
         return Chunk(fused_loop.Single(batch), 1, epoch, form.bytes)
 
 
@@ -293,7 +294,7 @@ class OneBatch(OfHost):
 
     def take(self, steps: int, home: Any, step: int) -> Chunk:
         source, stack = self._source, self._copies
-        if source.position:
+        if source.position:  # behind its only batch: take the end of the epoch
             source.next()
         epoch = source.epoch
         if stack is None:
@@ -317,9 +318,10 @@ class Stacks(OfHost):
 
     def take(self, steps: int, home: Any, step: int) -> Chunk | None:
         source, steps = self._source, min(steps, self.size)
-        epochs: Any = source.epoch
-        if epochs < self._last_epoch and len(source.data) < steps:
-            steps_left = (self._last_epoch - epochs) * len(source.data) - source.position
+        epoch = source.epoch
+        epochs: Any = epoch  # an array if the call crosses the end of an epoch
+        if epoch < self._last_epoch and len(source.data) < steps:
+            steps_left = (self._last_epoch - epoch) * len(source.data) - source.position
             batches, epochs = self._over_epochs(int(min(steps, steps_left)))
         else:
             batches = source.take(steps, self._forms.room_of)

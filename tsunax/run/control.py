@@ -91,8 +91,9 @@ class Control(Part):
         if "refused" in command:
             return f"refused: {command['refused']}"
         verb, where, values = command["verb"], command.get("where"), command.get("values", {})
-        texts = [str(where)] * (where is not None) + [f"{name}={x}" for name, x in values.items()]
-        text = " ".join([verb, *texts])
+        pattern_texts = [] if where is None else [str(where)]
+        number_texts = [f"{name}={x}" for name, x in values.items()]
+        text = " ".join([verb, *pattern_texts, *number_texts])
         if values and verb != "adjust":
             return f"refused: {verb} takes no NAME=NUMBER"
         if where is not None and verb not in CHANGES:
@@ -109,7 +110,8 @@ class Control(Part):
         except (TsunaxError, TypeError, ValueError) as error:
             return f"refused: {told(error)}"
         if verb == "status":
-            numbers = {"step": run.step, **run.metrics, "epoch": run.epoch}  # rows have a fraction
+            # The epoch is the number of ended epochs, in place of the epoch of the newest row.
+            numbers = {"step": run.step, **run.metrics, "epoch": run.epoch}
             return json.dumps({k: x for k, x in numbers.items() if not k.startswith("watch/")})
         if verb == "stop":
             run.stop("command stop")

@@ -102,7 +102,7 @@ def evaluate(
         elif first_call is not None:
             if is_eval_step and any(eval_step.changes):
                 _check_carries(eval_step.carrying, state, *first_call, compute)
-                eval_step.changes.clear()  # not read: no need to check until the next trace
+                eval_step.changes.clear()  # loss_fn does not read its changes: checked once a trace
             first_call = None  # frees the memory of a batch
         total = loss if total is None else merge(total, loss)
         if ONE_BATCH.get():
@@ -255,11 +255,12 @@ def _predictions(
     try:
         hash(f)
         model_on = functools.partial(_model, f, carry)
-    except TypeError:  # its program is not kept for another call
+    except TypeError:  # f has no hash, so its program is not kept for another call
         model_on = functools.cache(lambda sharding: _Model(f, carry=carry, sharding=sharding))
     outputs: Any = None
-    options = pads, has_mask, False
-    placed = _placed_batches("predict()", state, data, extra, agreement, *options)
+    placed = _placed_batches(
+        "predict()", state, data, extra, agreement, pads, has_mask, moves=False
+    )
     for batch, keywords, rows in placed:
         model = model_on(None if is_population else _sharding_of_rows(batch))
         # The call moves the batch: `jax.device_put` takes three times as long for a small one.
@@ -277,7 +278,8 @@ def _predictions(
             state = dataclasses.replace(state, model_state=model_state)
         if outputs is not None:
             yield _on_host(*outputs)
-        outputs = next_outputs, (slice(None),) * is_population + (slice(rows),)
+        real_rows = (slice(None), slice(rows)) if is_population else (slice(rows),)
+        outputs = next_outputs, real_rows
     yield _on_host(*outputs)
 
 
@@ -298,11 +300,14 @@ class _Model(EvalStep):
 
     def _evaluate_member(self, state: TrainState, batch: PyTree, extra: Extra) -> Any:
         fn = self._fn
-        call: Any = lambda params, batch, keywords: fn.fn(
-            params, *[batch][: fn.takes_batch], **jax.tree.map(lambda x: x, keywords)
-        )
+
+        def call(params: PyTree, batch: PyTree, keywords: Extra) -> Any:
+            inputs = (params, batch) if fn.takes_batch else (params,)
+            return fn.fn(*inputs, **jax.tree.map(lambda x: x, keywords))
+
         keywords = fn.keywords(state, extra, train=False)
-        inputs = inputs_of_loss_fn(call, state, state.params, batch, keywords, train=False)
+        as_loss_fn: Any = call
+        inputs = inputs_of_loss_fn(as_loss_fn, state, state.params, batch, keywords, train=False)
         outputs, model_state, rows = call(*inputs, keywords), None, rows_of(batch)
         if self.carry:
             outputs, model_state = outputs

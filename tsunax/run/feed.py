@@ -61,6 +61,7 @@ class Reading:
     """
 
     def __init__(self, data: Any, continues: bool, is_new: bool) -> None:
+        # A new state begins with the first batch, unless the user has set a position.
         starts_over = is_new and isinstance(data, Data) and not data.is_placed
         self._user_data: Any = None
         self._was_read = False
@@ -68,7 +69,7 @@ class Reading:
             self._user_data, self._user_place = data, (data.get_state(), data.is_placed)
             data = data.afresh()
         elif starts_over and isinstance(data, Data) and not isinstance(innermost(data), Iterator):
-            data.restart()
+            data.restart()  # an iterator cannot
         self.source: Source = as_source(data)
         if isinstance(data, Data) and self.source.resumable and not starts_over:
             is_copy = self._user_data is not None
@@ -76,7 +77,8 @@ class Reading:
             if continues or is_placed:  # perhaps in the middle of an epoch
                 self.source.restore(place)
             elif is_copy:
-                epoch = place["epoch"] + (place["position"] > 0)
+                is_in_epoch = place["position"] > 0
+                epoch = place["epoch"] + 1 if is_in_epoch else place["epoch"]
                 self.source.restore({"epoch": epoch, "position": 0})
         self._start = self.source.state() if self.source.resumable else None
 
@@ -98,7 +100,9 @@ class Reading:
             self.source.restore(self._start)
         if self._user_data is not None:
             place, is_placed = self._user_place
-            (self._user_data.set_state if is_placed else self._user_data.follow)(place)
+            # `set_state` also notes that the user has set the position.
+            move = self._user_data.set_state if is_placed else self._user_data.follow
+            move(place)
             self._user_data = None
 
 
@@ -124,7 +128,8 @@ class Feed:
         self.source: Source = self._reading.source
         self._home: Any = placement.state_sharding(state)
         self._may_have_moved, self._has_ended = False, False
-        self._place: dict[str, Any] | None = None  # kept with a batch: a loader's may change later
+        # The place after the last batch, because a loader may change its own place later.
+        self._place: dict[str, Any] | None = None
         divided = divides_rows(state)
         self._choose: Function = lambda home: _feeder_of(self.source, step, divided, home, limits)
         self._feeder: Feeder = self._choose(self._home)
@@ -152,8 +157,9 @@ class Feed:
         `looks_ahead` that is read, unless an iterator without a position could lose it.
         """
         if not self._has_ended and self._is_at_end(looks_ahead):
-            # This takes the end: the source, and a save here, are at the next epoch.
-            self._has_ended, self._place = self.source.take(1) is None, None
+            # Reading the end moves the source to the next epoch, and so a save at this boundary.
+            self._has_ended = self.source.take(1) is None
+            self._place = None
         has_ended, self._has_ended = self._has_ended, False
         return has_ended
 
@@ -206,7 +212,8 @@ class Feed:
     def restore(self, place: Mapping[str, Any], fast_forward: bool) -> None:
         """Continue at a place that a checkpoint has. Raises DataError for data that cannot."""
         data = self.source.data
-        is_of_batches, is_for_batches = isinstance(innermost(data), Positioned), "data" not in place
+        is_of_batches = isinstance(innermost(data), Positioned)
+        is_for_batches = "data" not in place
         if is_of_batches != is_for_batches:
             got = "ts.batches(...)" if is_of_batches else f"a {type(data).__name__}"
             got = "no data" if isinstance(data, NoData) else got
@@ -247,14 +254,16 @@ def _feeder_of(source: Source, step: Step, divided: bool, home: Any, limits: Lim
         return chunks.NoBatches(limits)
     if limits.steps_per_call is not None and _is_resident(data, home):
         return chunks.ResidentRows(source, divided)
-    forms, call = chunks.Forms(data, limits), (step, divided)
+    forms = chunks.Forms(data, limits)
     if limits.steps_per_call is None:
-        return chunks.SingleBatches(source, forms, *call)
+        return chunks.SingleBatches(source, forms, step, divided)
     if isinstance(data, list | tuple) and len(data) == 1 and limits.last_epoch > 0:
         forms = chunks.Forms(data, limits, chunks.REPEATED_BYTES)
-        return chunks.OneBatch(source, forms, *call, limits.last_epoch)
+        return chunks.OneBatch(source, forms, step, divided, limits.last_epoch)
+    # Batches of a call have one shape, so a call crosses no short batch at the end of an epoch.
     crosses_epochs = isinstance(data, Data) and data.is_of_arrays and data.tail_rows == 0
-    return chunks.Stacks(source, forms, *call, limits.last_epoch if crosses_epochs else 0)
+    last_epoch = limits.last_epoch if crosses_epochs else 0
+    return chunks.Stacks(source, forms, step, divided, last_epoch)
 
 
 def _is_resident(data: Any, home: Any) -> bool:
@@ -281,9 +290,9 @@ def _settings_of(data: Any) -> dict[str, Any] | None:
 
 
 def check_is_lasting(place: Mapping[str, Any]) -> None:
-    """Raise DataError for a place with the address of an object, such as grain's of a source.
+    """Raise DataError for a place with the address of an object, such as a data source of grain.
 
-    A loader that compares it refuses the place in the next process.
+    A loader that compares addresses refuses the place in the next process.
     """
     if address := re.search(r"<[^<>]{1,80} at 0x[0-9a-fA-F]+>", repr(place)):
         raise DataError(

@@ -147,10 +147,11 @@ class Fused:
 
     def _compiled_on(self, place: tuple[placement.MeshShardings | None, str]) -> Any:
         (shardings, platform), step = place, self.step
-        run, mesh = self.call_step, shardings and shardings.replicated.mesh
+        run, mesh = self.call_step, None if shardings is None else shardings.replicated.mesh
         if isinstance(step, TrainStep):
             run = functools.partial(step.pure, mesh=mesh)
 
+        # `n` are the counts of `chunks.count_of`: steps, and rejected steps in a row that end it.
         def train_steps(kind, moving, fixed, feed, n, extra):
             whole = functools.partial(assemble_any, kind)
             state, trace = whole(moving, fixed), None
@@ -172,13 +173,13 @@ class Fused:
                 _, new, fixed_after = split_any(new)
                 pairs = zip(jax.tree.leaves(fixed_after), jax.tree.leaves(fixed), strict=True)
                 new_leaves = {i: x for i, (x, old) in enumerate(pairs) if x is not old}
-                changed[:] = new_leaves
+                changed[:] = new_leaves  # a result of the trace, which the loop below needs
                 return new, [*new_leaves.values()], Infos.of_step(jax.tree.map(jnp.asarray, info))
 
             # traced once for the shapes and the loop
             looped_step = jax.jit(_fast_on_cpu(looped_step, platform))
             shapes = jax.eval_shape(looped_step, moving, fixed, feed.batch_at(0))[2]
-            # computed from the clock: if the axes of its mesh are explicit, infos are on that mesh
+            # This zero comes from the clock, so that infos are on its mesh if axes are explicit.
             zero = jnp.sum(state.clock) * 0 if hasattr(state, "clock") else 0
             empty = lambda s: jnp.full((feed.size, *s.shape), zero).astype(s.dtype)
 

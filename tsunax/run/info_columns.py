@@ -58,7 +58,8 @@ class Infos:
         """The first n infos of each part on the host, stacked, and hyperparameters by name."""
         columns = iter(np.concatenate([part.table[:n] for part, n in parts]).T)
         other_columns = zip(*([x[:n] for x in part.other_leaves] for part, n in parts), strict=True)
-        infos = self._unflattened(columns, map(np.concatenate, other_columns), np.ndarray.view)
+        as_dtype = np.ndarray.view  # the bits of an int32 as another type
+        infos = self._unflattened(columns, map(np.concatenate, other_columns), as_dtype)
         return infos, {name: next(columns).view(np.float32) for name in self.named}
 
     def stacked(self, state: PyTree, rows: Any = ...) -> PyTree:
@@ -83,6 +84,7 @@ def _bits(x: jax.Array) -> jax.Array:
 def with_numbers(info: PyTree, numbers: Mapping[str, Any]) -> PyTree:
     """An info with the numbers of its state. For `States`, the infos in a dict get them by name."""
     if isinstance(info, StatesInfo) and isinstance(info.info, Mapping):
+        # An info within the dict is the info of a single state, with the prefix "".
         named = {prefix.removesuffix("/"): {"": x} for prefix, x in numbers.items()}
         parts = info.info.items()
         return info._replace(
@@ -174,7 +176,8 @@ def verdicts(infos: PyTree, n: int) -> np.ndarray:
     is_info = lambda x: isinstance(x, StepInfo)
     parts = filter(is_info, jax.tree.leaves(infos, is_leaf=is_info))
     part_verdicts = [np.reshape(x.verdict, (n, -1)) for x in parts if x.verdict is not None]
-    if len({x.shape[1] for x in part_verdicts} - {1}) > 1:
+    numbers_of_members = {x.shape[1] for x in part_verdicts} - {1}
+    if len(numbers_of_members) > 1:
         part_verdicts = [np.min(x, 1, keepdims=True) for x in part_verdicts]
     return (
         functools.reduce(np.maximum, part_verdicts) if part_verdicts else np.zeros((n, 1), np.int32)
@@ -211,7 +214,7 @@ def columns(infos: PyTree) -> dict[str, Any]:
         if isinstance(part, StepInfo):
             numbers |= {prefix + name: x for name, x in _numbers_of(part).items()}
         else:
-            numbers[prefix[:-1] or "loss"] = part
+            numbers[prefix.removesuffix("/") or "loss"] = part  # a step may return a loss alone
     rejected = infos.rejected if isinstance(infos, StatesInfo) else {}
     rejected = {f"{name}/rejected": x for name, x in rejected.items()}
     if taken_names := [name for name in rejected if name in numbers]:
@@ -286,7 +289,10 @@ def histograms(infos: PyTree, i: int) -> dict[str, Any]:
 
 
 def counts_of(state: PyTree) -> np.ndarray:
-    """The clock of a state on the host: int (4,), or (members, 4); zeros without a clock."""
+    """The clock of a state on the host: int (4,), or (members, 4); zeros without a clock.
+
+    The elements are `_state.COUNTS`: steps, calls, rejected calls, rejected calls in a row.
+    """
     if not isinstance(state, Clocked):
         return np.zeros(4, int)
     if isinstance(state.clock, jax.Array):

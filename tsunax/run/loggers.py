@@ -126,7 +126,8 @@ class _TextFile(_Log):
             return False
         stat = os.fstat(self._file.fileno())
         self._file.seek(max(stat.st_size - 1, 0))
-        return os.path.samestat(stat, os.stat(self.path)) and self._file.read(1) in b"\n"
+        ends_whole = self._file.read(1) in (b"\n", b"")  # b"": an empty file
+        return ends_whole and os.path.samestat(stat, os.stat(self.path))
 
     def _open(self, first: int | None = None, names: Sequence[str] = ()) -> None:
         """Open the file after its repair: without a cut line, without rows of this run from step
@@ -137,7 +138,8 @@ class _TextFile(_Log):
         *lines, last_line = content.decode(errors="replace").split("\n")
         # a file that begins with a cut line may have a part of a beginning, or zeros after a crash
         beginning = f"{lines[0]}," if lines else last_line.strip("\0")
-        is_match = lambda x: beginning.startswith(x) or (not lines and x.startswith(beginning))
+        is_cut = lambda x: not lines and x.startswith(beginning)
+        is_match = lambda x: beginning.startswith(x) or is_cut(x)
         if "\ufffd" in "".join(lines) or not any(map(is_match, self._BEGINNINGS)):
             raise SaveError(
                 str(self.path),
@@ -162,7 +164,8 @@ class _TextFile(_Log):
         The last line has no line break: it was cut, unless it is a row before `first`. Such a row
         was on the disk before the checkpoint, and an editor may have removed the break.
         """
-        row = self._row(unended := lines.pop())
+        unended = lines.pop()
+        row = self._row(unended)
         if row and self._run_id and row[0] in self._runs and row[1] < (first or 0):
             lines.append(unended)
         if first is None or not self._run_id:
@@ -220,17 +223,20 @@ class csv(_TextFile):
             return cells.get(RUN_ID, ""), int(cells["step"])
 
     def _repaired(self, lines: list[str], first: int | None, names: Sequence[str]) -> list[str]:
-        header = next(_csv.reader(lines[:-1][:1]), [])
+        whole_lines = lines[:-1]
+        header = next(_csv.reader(whole_lines[:1]), [])
         self._names: list[str] = header + [name for name in names if name not in header]
         lines = super()._repaired(lines, first, names)
         if self._names == header:
             return lines
         commas = "," * (len(self._names) - len(header))
-        return [_csv_line(self._names), *(row and row.rstrip("\r") + commas for row in lines[1:])]
+        widened = lambda line: line.rstrip("\r") + commas if line else line
+        return [_csv_line(self._names), *map(widened, lines[1:])]
 
 
 def _csv_line(cells: Iterable[Any]) -> str:
-    _csv.writer(text := io.StringIO(), lineterminator="").writerow(cells)
+    text = io.StringIO()
+    _csv.writer(text, lineterminator="").writerow(cells)
     return text.getvalue()
 
 
@@ -368,11 +374,13 @@ class tensorboard(_Log):
 
     def _cut(self, path: Path, first: int) -> None:
         """Cut an event file before its first scalar of step `first` or later, or a cut record."""
+        # A record is 8 bytes of length, 4 of checksum, the event, and 4 of checksum.
         content, end = path.read_bytes(), 0
         while (start := end) + 12 <= len(content):
             end = start + 16 + int.from_bytes(content[start : start + 8], "little")
             is_whole = end <= len(content)
-            event = self._events.Event.FromString(content[start + 12 : end - 4] * is_whole)
+            event_bytes = content[start + 12 : end - 4] if is_whole else b""
+            event = self._events.Event.FromString(event_bytes)
             is_row = any(not x.tag.startswith("settings/") for x in event.summary.value)
             if not is_whole or (event.step >= first and is_row):
                 os.truncate(path, start)

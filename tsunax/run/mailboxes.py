@@ -46,7 +46,7 @@ class FolderMailbox:
 
     def __init__(self, directory: Path) -> None:
         self.folder: Path = directory / durable_files.CONTROL
-        # the commands that were obeyed: a full disk may keep one there, without its answer
+        # The commands that were obeyed. On a full disk the file of a command may stay, unanswered.
         self.answered: set[str] = set()
 
     def prepare(self) -> None:
@@ -56,14 +56,14 @@ class FolderMailbox:
                 os.chmod(self.folder, 0o700)
 
     def has_commands(self) -> bool | None:
-        """Whether commands wait; None while that is being found out."""
+        """Whether commands wait; None until a look has ended."""
         return bool(self.names())
 
     def look(self) -> None:
-        """Nothing: `names` looks."""
+        """Nothing to do: `names` reads the folder each time."""
 
     def wait(self) -> None:
-        """Nothing: `answer` writes at once."""
+        """Nothing to do: `answer` writes at once."""
 
     def names(self) -> list[str]:
         """The commands in the order of their times: regular files of this user, no links."""
@@ -142,11 +142,11 @@ class BucketMailbox:
     def _read(self) -> None:
         self.contents = {}
         if self._reply is not None and self._reply.is_alive():
-            return  # it deletes the command that this look would read
+            return  # the reply deletes the command that this look would read
         with contextlib.suppress(OSError):  # if the network fails, the next look tries again
             try:
                 content, _ = self.command.read(MOST_BYTES)
-            except ValueError:  # it is longer
+            except ValueError:  # a longer object is no command
                 content = b""
             name = durable_files.sha256(content)
             if name == self.answered:
@@ -174,7 +174,8 @@ class BucketMailbox:
         answer = json.dumps({"command": name, "text": text}).encode()
 
         def reply() -> None:
-            with contextlib.suppress(OSError):  # first: the reader of the answer may send the next
+            # Delete the command first, because its sender may read the answer and send the next.
+            with contextlib.suppress(OSError):
                 self.command.unlink()
             with contextlib.suppress(OSError):
                 self.answer_object.write(answer)

@@ -55,7 +55,8 @@ def begin(
         check_values(member, "fit()")
     if not isinstance(state, TrainState):
         state = jax.tree.map(own, state)  # the loop donates it, which only a TrainState allows
-    start = logged_step(state, 0 if restart is None else restart.step or 0)
+    saved_step = None if restart is None else restart.step
+    start = logged_step(state, saved_step or 0)
     history, memory = _history_of(options, restart, rewound is not None)
     beginning = Beginning(memory)
     if restart is not None:
@@ -84,12 +85,14 @@ def begin(
         saver=saver,
     )
     _check_last_batch(step, options, feed, start)
-    # commands, evaluation, functions, parts of users; behind the save the answers to commands
+    # The order of a boundary: commands, evaluation, functions and parts of users, rows, progress,
+    # the save, and the answers to commands.
     in_order = (*parts, run.rows, progress, *saving)
     # The watch ends last: it sees the wait for the last save, and the error of any other part.
     begin_order = (*_watch(options, agreement), progress, run.rows, *parts, *saving)
     interrupt = _interrupt(options, saver, agreement) if rewound is None else rewound.interrupt
-    if rewound is not None and rewound.signal:  # it came before the rewind, and ends the run after
+    if rewound is not None and rewound.signal:
+        # A signal that came before the rewind ends the run after the rewind.
         interrupt.requests.add(("end", rewound.signal))
     orders = in_order, begin_order
     fit = Fit(step, options, feed, run, *orders, agreement, beginning, interrupt=interrupt)
@@ -214,7 +217,9 @@ def _check_last_batch(step: Step, options: Options, feed: Feed, start: int) -> N
         return
     last_step: Any = feed.steps_to(feed.epoch + 1, start)
     goal = options.goal
+    # A goal in epochs has no `goal.steps`.
     is_reached = not goal.reached(start, feed.epoch) and last_step <= (goal.steps or last_step)
+    # Only the last batch: a step that cannot cut a full batch raises at its first call.
     is_indivisible = data.tail_rows % step.accumulate and not data.share % step.accumulate
     if step.cuts_evenly and is_reached and is_indivisible and processes.current().sees_everything:
         from tsunax.microbatches import indivisible
@@ -234,7 +239,8 @@ def _settings(
     if saver is not None and saver.run_id:
         # Loggers delete rows from this step on: a process wrote them and ended before it saved, or,
         # if `closing`, the end of the run wrote them. A new run makes the row of step 0 again.
-        settings |= {"run_id": saver.run_id, "rows_from": start + (start > 0 and not closing)}
+        rows_from = start if closing or start == 0 else start + 1
+        settings |= {"run_id": saver.run_id, "rows_from": rows_from}
         settings |= saver.copied_run(log)
     names = ("accumulate", "on_nonfinite")
     settings |= {name: getattr(step, name) for name in names if hasattr(step, name)}

@@ -88,7 +88,8 @@ class Options:
         from tsunax.run.watchdog import watchdog
 
         functions = _listed(self.callbacks)
-        *_, self.watchdog = watchdog(), *(f for f in functions if isinstance(f, watchdog))
+        watchdogs = [f for f in functions if isinstance(f, watchdog)]
+        self.watchdog = watchdogs[-1] if watchdogs else watchdog()
         self.parts = tuple(f for f in functions if isinstance(f, Part))
         for part in self.parts:
             if not callable(part.at):
@@ -180,6 +181,7 @@ def interval_of(callback: object) -> Any:
 
 
 def is_bare(callback: object) -> bool:
+    """Whether a callback does not say when it is called: a plain function, for example."""
     has_events = getattr(callback, "events", None) is not None
     return not (interval_of(callback) or hasattr(callback, "at") or has_events)
 
@@ -206,7 +208,8 @@ def is_callback_due(callback: Any, event: str, step: int) -> bool:
         return event in callback.events
     # A repeated run has other boundaries of the clock: plain functions are not called there.
     is_repeatable = event in ("start", "log", "evaluate", "epoch", "end")
-    return (is_bare(callback) and is_repeatable) or (event == "start" and hasattr(callback, "at"))
+    is_tried = event == "start" and hasattr(callback, "at")  # see `callbacks.At`
+    return is_tried or (is_bare(callback) and is_repeatable)
 
 
 def _listed(functions: Any) -> tuple[Any, ...]:

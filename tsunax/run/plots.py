@@ -94,17 +94,19 @@ def plot(history: Any, names: Sequence[str] | None, x: str, smooth: float) -> Fi
     _whole_ticks(panel_axes[-1].xaxis, history["step"] if x == "step" else history.series(x)[1])
     panel_axes[-1].set_xlabel(x.replace("_", " "), fontsize=9)
     title, handles = _member_legend(lines, still_panels)
+    # Constants have no panel: their values are in the line above, or in the legend of members.
     constants = [
-        y
+        named_series
         for panel in still_panels
         if panel not in title and not names
-        for y in still_panels[panel].items()
+        for named_series in still_panels[panel].items()
     ]
     text = ", ".join(f"{name} {values[-1]:.4g}" for name, (_, values) in constants)
     text = textwrap.shorten(text, 90, placeholder=" …")
     panel_axes[0].set_title(text, loc="left", fontsize=8, color="0.4")
     handles |= _draw_marks(panel_axes, history.marks, place_of)
     if handles:
+        # About 100 characters fit into the width; the line of an entry takes the space of 8.
         ncols = max(100 // (max(map(len, handles)) + 8), 1)
         title = ", ".join(title).replace("_", " ")
         legend_options = {"loc": "outside upper center", "ncols": ncols, "title": title}
@@ -159,6 +161,7 @@ def _member_legend(
     texts = ["  " + ", ".join(values) for values in last_values] or [""] * len(names)
     labelled = sorted({*np.linspace(0, len(names) - 1, 16).round().astype(int)})
     handles = {f"/{numbers[i]}{texts[i]}": lines[names[i]] for i in labelled}
+    # The legend also shows the dashes of each family with several members, by its first line.
     first_lines = {kind: lines[first] for kind, (first, *more_names) in kinds.items() if more_names}
     return list(member_constants), handles | {
         kind: line for kind, line in first_lines.items() if "/" in kind
@@ -213,7 +216,8 @@ def log_ticks(axis: Any, values: np.ndarray) -> None:
 def _last_finite_value(line: Any) -> float:
     """The height of a line at its end, also if it ends in NaN."""
     values = np.asarray(line.get_ydata(), float)
-    return max([*values[np.isfinite(values)][-1:], -np.inf])
+    finite_values = values[np.isfinite(values)]
+    return finite_values[-1] if finite_values.size else -np.inf
 
 
 def _legend_rows(columns: dict[str, Any]) -> int:
@@ -250,10 +254,12 @@ def _with_jumps(x: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarr
     never had the values between, so the line gets a step there.
     """
     is_flat = _are_repeated(values)
+    # whether the line is flat before and after each change, also at its ends
     is_flat_around = np.concatenate([[True], is_flat, [True]])
     jumps = np.flatnonzero(~is_flat & is_flat_around[:-2] & is_flat_around[2:]) + 1
     if not _is_mostly_constant(values):
         jumps = jumps[:0]
+    # Each jump adds a point before its row.
     points = np.arange(len(values)) + np.searchsorted(jumps, np.arange(len(values)), "right")
     return np.insert(x, jumps, x[jumps - 1]), np.insert(values, jumps, values[jumps]), points
 
@@ -297,10 +303,8 @@ def draw(axes: Any, panel: str, columns: dict[str, Any]) -> dict[str, Any]:
     if len(single_lines) > _MOST_NAMES and panel.endswith("norm"):
         # Of many layers the legend names the lowest and the highest.
         by_height = sorted(single_lines, key=_last_finite_value)
-        single_lines = [
-            *by_height[: -_MOST_NAMES // 2 - 1 : -1],
-            *by_height[_MOST_NAMES // 2 - 1 :: -1],
-        ]
+        half = _MOST_NAMES // 2
+        single_lines = [*reversed(by_height[-half:]), *reversed(by_height[:half])]
     if list(columns) != [panel] and 0 < len(single_lines) <= _MOST_NAMES:
         # To the right of the panel, because inside it could hide points.
         place: Any = {"loc": "upper left", "bbox_to_anchor": (1, 1)}

@@ -154,7 +154,9 @@ class Progress(EachBoundary):
         if self.reason is not None:
             texts = [f"{timedelta(seconds=round(self.elapsed))} in all"]
         elif self.rate and self.total is not None:
-            seconds_left = min((self.total - self.step) / self.rate, 1e12)  # a timedelta has an end
+            seconds_left = min(
+                (self.total - self.step) / self.rate, 1e12
+            )  # a timedelta has a limit
             texts = [f"{timedelta(seconds=round(seconds_left))} left"]
         if self.rate:
             texts.append(f"{short(self.rate)} {self.unit}s/s")
@@ -212,7 +214,7 @@ class Progress(EachBoundary):
     def _draw(self, clock_time: float) -> None:
         clock = clock_time - self.seconds["compile"]
         start, steps_before = self._first_timing or (clock, self.step)
-        # without the time after the last step
+        # The rate of a run that has ended does not count the time after its last step.
         end_time = clock if self.reason is None else self._newest_time
         self.rate = (self.step - steps_before) / (end_time - start) if end_time > start else None
         self.elapsed = clock_time - self._start_time

@@ -34,7 +34,8 @@ class Rejections:
         self.calls: int = most_calls(state)  # `calls` of the state without unread calls
         self.is_population: bool = members_of(state) is not None
         has_scale = any(s.loss_scale is not None for s in training_states(state).values())
-        # rejected steps in a row that end a call; under a loss scale some do not count
+        # Rejected steps in a row that end a call; the state may begin with some. Under a loss scale
+        # not all of the rejected steps count.
         most_rejected = self.max_bad + int(np.min(counts[:, 3]))
         self.limit: int = NO_LIMIT if has_scale or self.is_population else most_rejected
 
@@ -50,7 +51,9 @@ class Rejections:
             return []
         states, infos = training_states(self.run.state), step_infos(info, self.run.state)
         is_rejected = lambda x: not np.ndim(x.verdict) and (x.verdict or 0) > 0
-        return [(name[:-1], states[name], x) for name, x in infos.items() if is_rejected(x)]
+        return [
+            (name.removesuffix("/"), states[name], x) for name, x in infos.items() if is_rejected(x)
+        ]
 
     def note(
         self,
@@ -68,23 +71,25 @@ class Rejections:
         from tsunax._step import step_errors  # messages, which only rejected steps need
 
         for i, by_member in enumerate(verdicts > 0):
-            if not np.all(by_member):
+            all_rejected = bool(np.all(by_member))
+            if not all_rejected:
                 self.in_a_row = 0
             if not np.any(by_member):
                 continue
             names = trees.listed([str(member) for member in np.flatnonzero(by_member)], 8)
-            members = "" if np.all(by_member) else f" for members {names}"
+            members = "" if all_rejected else f" for members {names}"
             info = jax.tree.map(lambda x, i=i: x[i], infos)
             parts = self._rejected_parts(info)
             self.count += 1
             run.history.mark("rejected", int(steps[i]), members.removeprefix(" for "))
             searches: Any = [step_errors.is_searching(s, x, x.verdict) for _, s, x in parts]
             if self.is_population and isinstance(info, StepInfo):
+                # Members that applied the step do not count here.
                 searches = step_errors.is_searching(run.state, info, info.verdict) | ~by_member
             if len(searches) and all(searches):
                 continue  # rejected to find a loss scale
-            self.in_a_row += self.raises or not members
-            raises = self.max_bad == 1 and (self.raises or not members)
+            self.in_a_row += self.raises or all_rejected
+            raises = self.max_bad == 1 and (self.raises or all_rejected)
             if self.count in (1, 10, 100, 1000, 10_000, 100_000) and not raises:
                 reason, loss = _reason(parts) or "a loss, gradient or update is not finite", ""
                 if len(parts) == 1 and (x := parts[0][2].loss) is not None:
@@ -92,9 +97,10 @@ class Rejections:
                 place = f"step {int(steps[i])} of epoch {epochs_of(chunks)[i]}"
                 text = f"{place} was rejected{loss}{members}: {reason}"
                 if isinstance(self.step, TrainStep) and self._has_batch(infos):
-                    (_, state, info), (batch, _) = parts[0], _batch_of(i, chunks)
-                    text += step_errors.about_batch(self.step, state, info, batch, extra)
-                is_whole = isinstance(run.state, TrainState) and not members
+                    _, state, info_of_state = parts[0]
+                    batch, _ = _batch_of(i, chunks)
+                    text += step_errors.about_batch(self.step, state, info_of_state, batch, extra)
+                is_whole = isinstance(run.state, TrainState) and all_rejected
                 unchanged = "the state" if is_whole else "what was rejected"
                 run.tell("rejected", text)
                 warn(f"{text}. {self.count} so far; {unchanged} is as it was.", RuntimeWarning)
@@ -157,8 +163,10 @@ def _reason(parts: list[tuple[str, TrainState, StepInfo]]) -> str:
 
 def _batch_of(i: int, chunks) -> tuple[Any, int]:
     """The batch of call i of these chunks, on the host, and its epoch."""
-    chunk = next(chunk for chunk in chunks if (i := i - chunk.steps) < 0)
-    i += chunk.steps
+    stops = np.cumsum([chunk.steps for chunk in chunks])  # the call behind each chunk
+    place = int(np.searchsorted(stops, i, side="right"))
+    chunk = chunks[place]
+    i -= int(stops[place]) - chunk.steps  # from here on within the chunk
     with jax.transfer_guard("allow"), jax.debug_nans(False):  # once for a rejected call
         batch, mask = jax.device_get((chunk.feed.batch_at(i), getattr(chunk.feed, "mask", None)))
     if mask is not None and (rows := int(np.sum(mask))):

@@ -97,8 +97,9 @@ def with_calls_of(state: PyTree, counted_state: PyTree) -> PyTree:
         leaves.tree_of(state).clocks, leaves.tree_of(counted_state).clocks, strict=True
     ):
         counts = np.array(old)
-        counts[..., 1] = np.asarray(counted)[..., 1]
+        counts[..., 1] = np.asarray(counted)[..., 1]  # the element of calls
         clocks[id(old)] = placed(counts, old)
+    # Clocks are leaves of the state, and the same objects.
     return jax.tree.map(lambda x: clocks.get(id(x), x), state)
 
 
@@ -119,7 +120,7 @@ def go_back(saving: Any, run: Any) -> Restored:
     rate = "" if request.factor == 1 else f", learning rate × {request.factor:g}"
     text = f"from step {run.step}{rate}, data {request.data}"
     edit = edit_of(restored.state, state, step, most_calls(restored.state), f"rewind {text}")
-    assert edit is not None  # it has more calls
+    assert edit is not None  # the counts of calls differ
     recorded_place = plain_place(place)
     edit_count = len(edits_of_line(parse_edits(saved_script.get("edits"))))
     edit = dataclasses.replace(
@@ -130,6 +131,7 @@ def go_back(saving: Any, run: Any) -> Restored:
     history = History() if restored.history is None else History.of(restored.history)
     history.mark("rewind", step, text)
     history.time = dict(run.history.time)
+    # Facts for a checkpoint that saved none; then facts of the checkpoint; then of this run.
     script = {"is_fresh": False, "is_looped": True, "has_open_row": False, **saved_script}
     script |= saving.script | {
         "has_ended": False,
@@ -236,7 +238,7 @@ class rewind:
             )
         if run.event == "start" and self.when == "rejected":
             run.memory.setdefault("rejected", int(counts_of(run.state)[2]))
-        # at a step with several events, such as a row and an epoch, it counts one rewind
+        # Several events of a step, such as a row and an epoch, count as one rewind.
         if run.event in ("start", "end") or run.rewinding is not None or not self._is_due(run):
             return
         count = run.memory.get("rewinds", 0) + 1
@@ -251,7 +253,9 @@ class rewind:
             return bool(self.when(run))
         if self.when == "rejected":
             count = int(counts_of(run.state)[2])
-            if (old_count := run.memory.get("rejected")) is None:  # a wrapper gets no "start"
+            old_count = run.memory.get("rejected")
+            if old_count is None:
+                # Inside `every` there was no "start": the count before the calls that have marks.
                 old_count = count - [name for _, name, _ in run.history.marks].count("rejected")
             run.memory["rejected"] = count
             return count > old_count

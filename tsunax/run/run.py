@@ -222,8 +222,8 @@ class Rows(EachBoundary):
             run.history.mark("stop", run.step, reason)
         self.is_last_row = bool(run.stopped) or self.options.goal.reached(run.step, run.epoch)
         if "epoch" in events:
-            # Resumed at the last step of an epoch, which then ended without a further step: the row
-            # has another epoch now, so loggers get it again.
+            # A run was resumed at the last step of an epoch, and the epoch ended without a further
+            # step. The row of this step has another epoch now, so loggers get it again.
             self.resumed_row = -1
         # A start, a save or a timer may come at the last step of an epoch: then the boundary of the
         # epoch adds numbers to this row, also in a run that is resumed from the save.
@@ -289,7 +289,7 @@ class Rows(EachBoundary):
         closing_step, numbers = history.reopen()
         run.metrics = {name: history.last(name) for name in history.names}
         row = history._numbers_at(step)
-        if closing_step != step and not has_last_row:  # loggers have this row: not again
+        if closing_step != step and not has_last_row:  # loggers have this row already
             self.resumed_row = step if row else -1
             return
         if numbers:  # the row of the end, for a run that ends before its next step

@@ -87,7 +87,8 @@ class Restart:
         """`(source, calls)` of a change of the state since the checkpoint that no callback made."""
         if self.is_in_hand:
             clocks = reading.contents(self.saver, self.step or 0).state
-            return "the state given to fit", max(int(np.max(x[..., 1])) for x in clocks) + 1
+            saved_calls = max(int(np.max(clock[..., 1])) for clock in clocks)
+            return "the state given to fit", saved_calls + 1
         if self.restored.is_edited and isinstance(self.restored.state, Clocked):
             return "numbers that the script has edited", most_calls(self.restored.state)
         return None
@@ -97,7 +98,7 @@ class Restart:
         restored = self.restored
         try:
             data = restored.data
-            if data is not None:
+            if data is not None:  # raises if `fit` did not save it
                 _ = operator.index(data["epoch"]), operator.index(data["position"])
             callbacks = {} if restored.callbacks is None else restored.callbacks
             memory = {key: {**x} for key, x in callbacks.items()}
@@ -113,6 +114,7 @@ class Restart:
         """The position and the values that the run starts from."""
         is_of_fit = self.is_used and self.step == start and self.restored.script is not None
         script: Mapping[str, Any] = self.saved_script if is_of_fit else {"has_ended": True}
+        # `_script_of` saved the goal and the callbacks of the call of `fit`, and why it stopped.
         *call, reason = script.get("stop", (None, None, ""))
         # a script with another goal or other callbacks trains on
         is_same_call = call == [str(options.goal), options.names]
@@ -338,7 +340,8 @@ class Saving(EachBoundary):
             return False
         # callbacks of each process may log other numbers, and all processes save together
         is_shared = processes.current().sees_everything or best.metric in run.evaluated_names
-        if not is_shared or (run.history.newest(best.metric) or (-1, 0.0))[0] != run.step:
+        newest_step, _ = run.history.newest(best.metric) or (-1, 0.0)
+        if not is_shared or newest_step != run.step:
             return False
         pairs = zip(*run.history.series(best.metric), strict=True)
         return run.step in best.of({int(i): {best.metric: x} for i, x in pairs if np.isfinite(x)})

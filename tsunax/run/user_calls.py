@@ -95,7 +95,8 @@ class Evaluations(Part):
             run.history.mark("evaluate", run.step)
         # Callbacks that count evaluations count the same evaluations when the run continues.
         if not is_end or self.options.dry_run:
-            events.insert(int("step" in events), "evaluate")
+            is_after_step = "step" in events  # "step" is the first event
+            events.insert(int(is_after_step), "evaluate")
         run.note(f"step {run.step}: " + ", ".join(tables.summary(row, "{:.6g}".format)))
         for timer in self.timers:
             timer.restart()
@@ -139,6 +140,7 @@ class Awaited(EachBoundary):
             text = unknown("metric", watcher, metric, names, fix)
             if is_end and not options.dry_run:
                 warn(text)
+            # `evaluate` has run without it, or no callback logs it later.
             elif ("/" in metric and has_evaluate) or not options.may_log:
                 raise RowError(text)
 
@@ -161,7 +163,7 @@ class CallbackCalls(EachBoundary):
     def at(self, run: Run, events: list[str]) -> None:
         options = self.options
         callback_events = {
-            "step": ["step"] + ["log"] * (run.step % options.log_every == 0),
+            "step": ["step", "log"] if run.step % options.log_every == 0 else ["step"],
             # A repeated run does not have these events, which signals and commands make.
             **{"save": [], EVALUATE: []},
         }

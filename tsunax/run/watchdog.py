@@ -59,7 +59,8 @@ WAITING_REPORT = "waits"  # the report of a process that waits for a device or f
 def seconds_of(value: Any, where: str, name: str) -> float:
     """The seconds of a duration: a number, a `timedelta`, or a text as "5 minutes"."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    seconds = seconds_in(value) if isinstance(value, str | timedelta) else is_number and value
+    number = value if is_number else 0.0  # 0 is refused below
+    seconds = seconds_in(value) if isinstance(value, str | timedelta) else number
     if not 0 < seconds < 1e6:
         raise HyperparameterError(
             name,
@@ -158,15 +159,17 @@ class Watch(Part):
     def _watch(self, run: Any, main_thread: int) -> None:
         """Look at the clock until the run ends: has the main thread begun a new lap?"""
         interval = seconds_of(self.setting.after, "watchdog()", "after") / LOOKS
-        # A lap is read whole: a stall that ends meanwhile is not reported with another's cause.
+        # Start and cause of a lap are read together. Otherwise, if a stall ended meanwhile, the
+        # report would have the cause of the next lap.
         lap_now = lambda: (self.clock.since, self.clock.cause, self.clock.subject)
         lap, looks, is_compiling = lap_now(), 0, False
-        # After a stall it looks every second, because the next line has the length of the stall.
+        # During a stall the thread looks every second, because the line after it has its length.
         while not self.has_ended.wait(min(interval, 1.0) if looks >= LOOKS else interval):
             previous_lap, lap = lap, lap_now()
             if lap[0] == previous_lap[0]:
                 looks += 1
-                # Between the stages of a compilation are moments without such files: two looks.
+                # Between the stages of a compilation no file of the compiler is on the stack for a
+                # moment, so this look and the previous one count.
                 was_compiling = is_compiling
                 is_compiling = _has_frame_of(COMPILER_FILES, main_thread)
                 flags = was_compiling or is_compiling, _has_frame_of(WAITING_FILES, main_thread)

@@ -66,7 +66,9 @@ def _memory(saved: SavedRun, step: int) -> dict[str, Any]:
     """The memory of callbacks at a step. StateError if they have some, and it is not saved."""
     if step in saved.steps:
         return saved.values(step).callbacks or {}
-    neighbors = [s for s in saved.steps if s < step][-1:] + [s for s in saved.steps if s > step][:1]
+    steps_before = [s for s in saved.steps if s < step]
+    steps_after = [s for s in saved.steps if s > step]
+    neighbors = [*steps_before[-1:], *steps_after[:1]]
     memories = {s: saved.values(s).callbacks or {} for s in neighbors}
     has_memory = lambda memory: any(x for name, x in memory.items() if name != ADJUSTED)
     if any(map(has_memory, memories.values())):
@@ -90,5 +92,7 @@ def history_until(history: History, step: int) -> History:
         if np.any(rows < count)
     ]
     rows = {"step": plain["rows"]["step"][:count], "columns": columns}
-    marks = [mark for mark in plain["marks"] if mark[0] < step + (mark[1] != "rejected")]
+    # A rejected call does not advance the step, so calls rejected after it have the mark of `step`.
+    is_in_branch = lambda name, at_step: at_step < step if name == "rejected" else at_step <= step
+    marks = [mark for mark in plain["marks"] if is_in_branch(mark[1], mark[0])]
     return History.of({**plain, "rows": rows, "marks": marks})

@@ -156,7 +156,7 @@ def log(folder: StrPath) -> str:
         numbers = [", ".join(tables.summary(x)) for x in (run.newest, run.lowest)]
         rows.append(["  " * depth + titles[address] + origin, str(run.step), run.edits, *numbers])
         for child in [x for x, run in remaining.items() if run.parent.get("path") == address]:
-            if child in remaining:
+            if child in remaining:  # not added meanwhile, in a circle of parents
                 add(child, depth + 1)
 
     for address in [x for x, run in runs.items() if run.parent.get("path") not in runs]:

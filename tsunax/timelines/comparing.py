@@ -100,7 +100,8 @@ class SavedRun:
         if (newest := self.newest) is None:
             return True
         script = self.script(newest)
-        return bool(script.get("is_looped", script))  # {} if the user's loop called the step
+        is_of_fit = bool(script)  # else the user's loop called the step
+        return bool(script.get("is_looped", is_of_fit))
 
     def compared(self, second: "SavedRun") -> "Comparison":
         """A comparison of this run with a second run."""

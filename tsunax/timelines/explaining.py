@@ -87,8 +87,9 @@ class Explanation:
             listed = [[f"{row}", *(f"{x:.6g}" for x in values)] for row, *values in order]
             heads = ["row", *columns]
             lines += tables.aligned([heads, *listed[:MOST_LISTED]], right=range(len(heads)))
-        ratios = {name: x[-1] / max(np.median(x[:-1]), 1e-30) if len(x) > 1 else math.nan
-                  for name, x in self.norms.items()}  # fmt: skip
+        ratio_of = lambda x: x[-1] / max(np.median(x[:-1]), 1e-30) if len(x) > 1 else math.nan
+        ratios = {name: ratio_of(x) for name, x in self.norms.items()}
+        # NaN comes first
         largest = sorted(ratios, key=lambda name: -np.nan_to_num(ratios[name], nan=math.inf))
         heads = ["gradient of", "norm", "× median of the steps before"]
         listed = [
@@ -190,7 +191,8 @@ def _rows_by_loss(script: Script, call: ReplayedCall, rows: np.ndarray | None) -
     @jax.jit
     def losses_without_rows(state: TrainState, batch: PyTree, extra: Any) -> Any:
         def loss_without(i: jax.Array) -> jax.Array:
-            order = jnp.arange(count).at[i].set((i + 1) % count)  # no row is changed for i = count
+            # JAX drops the update of an index out of bounds: for i = count no row is replaced.
+            order = jnp.arange(count).at[i].set((i + 1) % count)
             changed_batch = jax.tree.map(lambda x: jnp.asarray(x)[order], batch)
             # with the micro-batches of the call: each has another key
             return step.gradient(state, changed_batch, **extra)[0].compute()
@@ -204,8 +206,10 @@ def _rows_by_loss(script: Script, call: ReplayedCall, rows: np.ndarray | None) -
         mean, loss = total / max(np.sum(weights), 1e-30), float(call.info.loss)
         if not math.isfinite(loss) or abs(mean - loss) <= TOLERANCE * max(abs(loss), 1e-6):
             finite = losses[np.isfinite(losses)] if np.isfinite(losses).any() else np.zeros(1)
-            above, below = np.max(finite) - np.median(finite), np.median(finite) - np.min(finite)
-            ranks = np.where(np.isfinite(losses), losses if above >= below else -losses, np.inf)
+            median = np.median(finite)
+            is_highest_farthest = np.max(finite) - median >= median - np.min(finite)
+            signed_losses = losses if is_highest_farthest else -losses
+            ranks = np.where(np.isfinite(losses), signed_losses, np.inf)
             order = np.argsort(-ranks, kind="stable")
             return RankedRows(numbers[order], losses=losses[order], row_norms=norms[order])
         note = f"the mean of its rows alone is {mean:.6g}, and not {loss:.6g}, as with dropout, "
@@ -214,7 +218,7 @@ def _rows_by_loss(script: Script, call: ReplayedCall, rows: np.ndarray | None) -
         note = f"rows alone have no loss: {told(error)}"
     try:
         values = losses_without_rows(call.start.state, call.batch, extra)
-        *losses, loss = np.asarray(values, np.float64)
+        *losses, loss = np.asarray(values, np.float64)  # the last one is of the whole batch
     except Exception as error:  # leaves of other lengths
         return RankedRows(note=f"{note}; no ranking of rows: {told(error)}")
     falls = loss - np.array(losses)
@@ -234,12 +238,13 @@ def _norms_before(
         return [jnp.sqrt(x) for x in guard.square_sums(grads)]
 
     steps, rows = [], []
-    for each in script.calls(earlier):
-        is_last = each.end.calls >= call.end.calls
-        each = call if is_last else each
-        batch = jax.tree.map(jnp.asarray, each.batch)
-        steps.append(each.end.step)
-        rows.append([float(x) for x in norms_of(each.start.state, batch, dict(script.extra))])
+    for replayed_call in script.calls(earlier):
+        is_last = replayed_call.end.calls >= call.end.calls
+        current_call = call if is_last else replayed_call
+        batch = jax.tree.map(jnp.asarray, current_call.batch)
+        steps.append(current_call.end.step)
+        norms = norms_of(current_call.start.state, batch, dict(script.extra))
+        rows.append([float(x) for x in norms])
         if is_last:
             break
     names = [name for name, _ in trees.leaves_at("params", trained_part(call.start.state))]

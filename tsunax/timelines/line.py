@@ -74,7 +74,8 @@ def timeline(
         raise WrongTypeError("step", "timeline()", trees.describe(step), "the step of the run")
     saved = SavedRun(run if isinstance(run, Checkpoints) else Checkpoints(run, read_only=True))
     first_state = state() if callable(state) else state
-    first = jax.eval_shape(lambda: first_state) if callable(state) else state  # no arrays
+    # The state of a function is made again when it is needed: keep shapes, not its arrays.
+    first = jax.eval_shape(lambda: first_state) if callable(state) else state
     if first is not None and not isinstance(first, Clocked):
         expected = "a TrainState or States, whose calls are counted"
         raise WrongTypeError("state", "timeline()", trees.describe(first), expected)
@@ -291,7 +292,7 @@ class Timeline:
     def _checked_count(self, step: int | None, calls: int | None) -> int:
         """The step or the calls. Raises StateError beyond the newest checkpoint."""
         name = "calls" if step is None else "step"
-        count: int = (calls if step is None else step) or 0
+        count: int = (calls if step is None else step) or 0  # one of the two is an int
         newest = self._newest_step("timeline")
         limit = self.saved.calls(newest) if step is None else newest
         if count > limit:
@@ -339,7 +340,8 @@ class Timeline:
             moment = self._restored(run, saved_step)
             # At the step itself later calls may have been rejected before it was saved.
             is_fresh = saved_step < count or run.script(saved_step).get("is_fresh", False)
-            if moment.calls <= count if is_of_calls else is_fresh:
+            is_not_beyond = moment.calls <= count if is_of_calls else is_fresh
+            if is_not_beyond:
                 return moment
         if near is not None:
             return near
@@ -348,7 +350,8 @@ class Timeline:
         first = moment_of_start(self._first_state, saved_script.get("first_place"))
         self._compare_settings(first.state, saved_script)
         is_edited = saved_script.get("is_script_edited")
-        if (first.calls and count != (first.calls if is_of_calls else first.step)) or is_edited:
+        first_count = first.calls if is_of_calls else first.step
+        if (first.calls and count != first_count) or is_edited:
             edits = ", and numbers that the script has edited" if is_edited else ""
             got = f"a state after {first.calls} calls{edits}"
             raise StateError("state", "timeline", got, "the first state, or a checkpoint before")
@@ -382,7 +385,8 @@ class Timeline:
 
     def _advanced(self, line: Script, start: Moment, step: int | None, calls: int | None) -> Moment:
         moment = line.edited(start)
-        while (count := (step or 0) - moment.step if calls is None else calls - moment.calls) > 0:
+        calls_left = lambda: (step or 0) - moment.step if calls is None else calls - moment.calls
+        while (count := calls_left()) > 0:
             self._check_script("step")
             check_data(line.data, self.saved.values(self._newest_step("timeline")).data)
             self._check_length(start.calls, moment.calls + count)

@@ -72,11 +72,11 @@ class Script:
         start = self.edited(start)
         end = start.calls + calls
         while True:
-            following = self.edits[start.edit_count : start.edit_count + 1]
-            stop = min([edit.calls for edit in following] + [end])
+            next_edits = self.edits[start.edit_count : start.edit_count + 1]  # one or none
+            stop = min([end, *(edit.calls for edit in next_edits)])
             call = self._repeat(start, stop - start.calls)
             call = dataclasses.replace(call, end=self.edited(call.end))
-            if call.end.calls >= end:  # a rewind may have brought it beyond
+            if call.end.calls >= end:  # a rewind also adds the calls that it left
                 return call
             start = call.end
 
@@ -102,7 +102,8 @@ class Script:
         with self._feed_at(moment, batches) as feed:
             while batches:
                 chunk = feed.take(batches, moment.state, moment.step)
-                batches -= 0 if chunk is None else chunk.steps  # None at the end of an epoch
+                if chunk is not None:  # None at the end of an epoch
+                    batches -= chunk.steps
             feed.sync()
             return feed.place()
 
