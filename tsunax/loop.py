@@ -128,13 +128,14 @@ def run_epoch(
     ['1.0000', '0.8100', '0.6561']
     """
     check_step("run_epoch()", step, state)
-    caller = _caller("run_epoch()", step, state, Feed(step, data, state, Limits()), extra)
-    parts, steps_done = [], 0
-    while (chunk := caller.take(RESIDENT, state, steps_done)) is not None:
-        state, infos = caller.call(state, chunk, steps_done)
-        steps_done += chunk.steps
-        _raise_if_rejected(step, state, infos, chunk.feed, chunk.steps, caller.extra)
-        parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
+    feed, parts, steps_done = Feed(step, data, state, Limits()), [], 0
+    caller = _caller("run_epoch()", step, state, feed, extra)
+    with contextlib.closing(feed):
+        while (chunk := caller.take(RESIDENT, state, steps_done)) is not None:
+            state, infos = caller.call(state, chunk, steps_done)
+            steps_done += chunk.steps
+            _raise_if_rejected(step, state, infos, chunk.feed, chunk.steps, caller.extra)
+            parts.append(jax.tree.map(lambda x, n=chunk.steps: x[:n], infos))
     infos = jax.tree.map(lambda *x: jnp.concatenate(x), *parts)
     return state, infos.stacked(state)
 
@@ -177,21 +178,25 @@ def iterate(
     settings = {"goal": str(goal), "steps_per_call": steps_per_call}
     caller = _caller("iterate()", step, state, feed, extra, **settings)
     steps_done, yielded_at, info = 0, 0, None
-    while not goal.reached(steps_done, feed.epoch):
-        most_steps = min(yielded_at + steps_per_call - steps_done, goal.steps_left(steps_done))
-        chunk = caller.take(int(most_steps), state, steps_done)
-        if chunk is not None:
-            state, infos = caller.call(state, chunk, steps_done)
-            steps_done += chunk.steps
-            _raise_if_rejected(step, state, infos, chunk.feed, chunk.steps, caller.extra)
-            info = infos.stacked(state, chunk.steps - 1)
-        is_due = steps_done - yielded_at == steps_per_call or goal.reached(steps_done, feed.epoch)
-        if steps_done > yielded_at and (is_due or chunk is None):  # None: the end of an epoch
-            sent_state = yield state, info
-            yielded_at = steps_done
-            if sent_state is not None:
-                check_step("iterate()", step, sent_state)
-                state = sent_state
+    with contextlib.closing(feed):
+        while not goal.reached(steps_done, feed.epoch):
+            most_steps = min(yielded_at + steps_per_call - steps_done, goal.steps_left(steps_done))
+            chunk = caller.take(int(most_steps), state, steps_done)
+            if chunk is not None:
+                state, infos = caller.call(state, chunk, steps_done)
+                steps_done += chunk.steps
+                _raise_if_rejected(step, state, infos, chunk.feed, chunk.steps, caller.extra)
+                info = infos.stacked(state, chunk.steps - 1)
+            is_end = goal.reached(steps_done, feed.epoch)
+            is_due = is_end or steps_done - yielded_at == steps_per_call
+            if steps_done > yielded_at and (is_due or chunk is None):  # None: the end of an epoch
+                sent_state = yield state, info
+                yielded_at = steps_done
+                if sent_state is not None:
+                    check_step("iterate()", step, sent_state)
+                    state = sent_state  # perhaps on other devices
+                    feed.sync()
+                    caller.place_extra(extra, state)
 
 
 @functools.partial(checks.naming_arguments, fix="Give the goal by name: steps=1000, or epochs=10.")

@@ -136,9 +136,10 @@ class Loss:
         return Loss(total, weight, metrics, other.model_state, terms=terms)
 
     def compute(self) -> jax.Array:
-        """The mean loss `total / weight`, an f32 scalar."""
+        """The mean loss `total / weight`, an f32 scalar. Raises LossError without a weight."""
         if self.mean_value is not None:
             return self.mean_value
+        _check_weight(self)
         return self.mean_in(self) if self.terms else self.total / self.weight
 
     def mean_in(self, whole: Loss) -> jax.Array:
@@ -221,6 +222,7 @@ class Loss:
     def _plus(self, x: Scalar) -> Loss:
         mean = None if self.mean_value is None else self.mean_value + x
         if self.weight is None:
+            _check_weight(self)
             return self._with_fields(total=mean, mean_value=mean)
         term = Term(x * self.weight, self.weight)
         terms = (*self.terms, term) if self.terms else ()
@@ -259,9 +261,7 @@ def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
     """The `Loss` behind the result of a loss function, with weight and metrics, or LossError."""
     out = loss_of(out)
     _check_scalar("total", "loss_fn", out.total)
-    if out.weight is None and out.mean_value is None:
-        fix = "Return ts.Loss.mean(values), or ts.Loss(total, weight)."
-        raise LossError("weight", "loss_fn", "a total alone", "the number of its values", fix)
+    _check_weight(out)
     if out.weight is None and not rows:
         raise LossError("batch", "loss_fn", "0 rows", "at least one", "A mean over no rows is NaN.")
     metrics: Mapping[Any, Any] = out.metrics
@@ -277,6 +277,12 @@ def as_loss(out: Loss | ArrayLike, rows: int) -> Loss:
     metrics = {name: _as_metric(name, m, weight) for name, m in out.metrics.items()}
     terms = tuple(Term(term.total, _float_weight(term.weight)) for term in out.terms)
     return Loss(total, weight, metrics, out.model_state, mean, terms=terms)
+
+
+def _check_weight(loss: Loss) -> None:
+    if loss.weight is None and loss.mean_value is None:
+        fix = "Return ts.Loss.mean(values), or ts.Loss(total, weight)."
+        raise LossError("weight", "loss_fn", "a total alone", "the number of its values", fix)
 
 
 def _float_weight(weight: Scalar) -> Scalar:

@@ -148,7 +148,10 @@ class StepInfo(NamedTuple):
 
         False if it was rejected, or if `rules.accumulate` only gathered its gradient.
         """
-        return np.ones(np.shape(self.loss), bool) if self.verdict is None else self.verdict == 0
+        if self.verdict is not None:
+            return self.verdict == 0
+        number = next((x for x in (self.loss, self.grad_norm, self.step) if x is not None), 0)
+        return np.ones(np.shape(number), bool)  # for a population (members,)
 
     def __repr__(self) -> str:
         names = "loss weight grad_norm update_norm applied".split()

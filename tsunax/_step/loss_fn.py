@@ -32,7 +32,7 @@ _INSTEAD_OF_BATCH = frozenset({"key", "model_state", "step", "ema"})
 # Names of arguments that the step passes to loss_fn or to the rule. Users cannot pass them.
 _STEP_NAMES = frozenset(
     "model_state train step state params batch at grads loss on_nonfinite norms weight value grad "
-    "value_fn obj_fn grad_fn updates outside flush".split()
+    "value_fn obj_fn grad_fn updates outside flush grad_norm device_mesh".split()
 )
 
 

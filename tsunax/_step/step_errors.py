@@ -40,7 +40,7 @@ def explain(error: Exception, step, state: TrainState, batch: Any, extra: Extra)
     placement.check_devices(batch, home)
     placement.check_devices(extra, home, "extra")
     if step.donate:
-        check_not_donated(state, {"batch": batch})
+        check_not_donated(state, {"batch": batch, **extra})
 
 
 def raise_if_rejected(step, state: TrainState, info: Any, batch, extra, place: str = "") -> None:
@@ -170,7 +170,8 @@ def check_extra(state: Any, extra) -> None:
             raise StateError(errors.unknown("keyword", "update()", name, _KEYWORDS, fix))
 
 
-_RESERVED = ("params", "updates", "opt_state")  # arguments that update passes to the rule
+# arguments that update passes to the rule
+_RESERVED = ("params", "updates", "opt_state", "grad_norm")
 _KEYWORDS = (
     *("loss", "model_state", "on_nonfinite", "norms"),
     *("value", "grad", "weight", "flush", "outside", *checks.SEARCHES),  # for rules

@@ -322,16 +322,21 @@ class Caller:
         self.loop: fused_loop.Fused = fused_loop.fused(step, is_donated)
         self.feed: Feed = feed
         self.agreement: processes.Unanimous = agreement
-        self._user_extra: dict[str, Any] | None = None  # `extra` before it was placed
+        # `extra` before it was placed, and the sharding of the state for which it was placed
+        self._placed_extra: tuple[dict[str, Any], Any] | None = None
         self.extra: dict[str, Any] = {}
         self.place_extra(extra, state)
 
     def place_extra(self, extra: Mapping[str, Any], state: PyTree) -> None:
-        """Put the step's arguments on the state's devices, again if a callback changed them."""
-        new, old = dict(extra), self._user_extra
-        if old is None or new.keys() != old.keys() or any(new[k] is not old[k] for k in new):
-            placed = placement.place_extra(new, state)
-            self._user_extra, self.extra = new, placed
+        """Put the step's arguments on the state's devices; again if a callback changed either."""
+        new, home = dict(extra), placement.state_sharding(state)
+        if self._placed_extra is not None:
+            old, old_home = self._placed_extra
+            is_same = new.keys() == old.keys() and all(new[k] is old[k] for k in new)
+            if is_same and home == old_home:
+                return
+        self.extra = placement.place_extra(new, state)
+        self._placed_extra = new, home
 
     def take(self, n: int, state: PyTree, step: int) -> Chunk | None:
         """The batches of a call after `step`, n at most; None at the end of an epoch."""
