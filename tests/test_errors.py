@@ -197,7 +197,8 @@ LOSS = [
     row(0, "extra misspelled", lambda: step(lambda p, b, teacher=None: 0.0, techer=1.0), KeywordError),
     *(
         row(0, f"extra {name}", lambda name=name: step(lambda p, b, **any: 0.0, **{name: 1.0}), LossError)
-        for name in "step train model_state value grad loss at norms on_nonfinite outside updates params flush".split()
+        for name in "step train model_state value grad loss at norms on_nonfinite outside updates params flush grad_norm "
+        "device_mesh".split()
     ),
     row(0, "extra step, eval", lambda: ts.eval_step(lambda p, b, step: 0.0)(good(), X, step=1), LossError),
     row(0, "extra step, value_and_grad", lambda: ts.value_and_grad(lambda p, b, **any: 0.0)(good(), X, step=1), LossError),
@@ -206,6 +207,9 @@ LOSS = [
     row(0, "mean of nothing", lambda: ts.Loss.mean(jnp.ones((0, 2))), LossError),
     row(0, "mask of other shape", lambda: ts.Loss.mean(X, np.ones(3)), LossError),
     row(0, "a total alone", lambda: returns(lambda v: ts.Loss(v.mean())), LossError),
+    row(0, "a total alone in a sum", lambda: returns(lambda v: ts.Loss(v.mean()) + 1.0), LossError),
+    row(0, "a total alone in a sum of losses", lambda: ts.Loss.mean(X) + ts.Loss(jnp.float32(1.0)), LossError),
+    row(0, "a total alone as a number", lambda: float(ts.Loss(jnp.float32(1.0))), LossError),
     row(0, "weight per row", lambda: returns(lambda v: ts.Loss(v.sum(), v)), LossError),
     row(0, "weight is text", lambda: returns(lambda v: ts.Loss(v.sum(), "8")), LossError),
     row(0, "weight 0", lambda: returns(lambda v: ts.Loss(v.sum(), 0)), LossError),

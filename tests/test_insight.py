@@ -402,6 +402,15 @@ def test_why_it_recompiled():
     assert reasons() == expected
 
 
+def test_an_argument_called_state_is_a_reason_of_its_own():
+    x, step = np.ones((8, 4), np.float32), ts.train_step(lambda params, batch: jnp.mean(batch["state"] @ params["w"]))
+    fresh = lambda rule: state_of({"w": np.ones((4, 2), np.float32)}, rule)
+    step(fresh(ts.rules.sgd(0.1)), {"state": x})
+    step(fresh(ts.rules.adam(0.1)), {"state": x[:4]})
+    (reason,) = retrace_reasons(step.traces)
+    assert "the rule, apart from" in reason and "batch['state'] is float32[4,4], was float32[8,4]" in reason
+
+
 @pytest.mark.medium
 def test_a_precision_says_nothing_of_what_follows_from_it():
     x, params = np.ones((8, 4), np.float32), {"w": np.ones((4, 2), np.float32)}

@@ -377,6 +377,20 @@ def test_rows_without_a_run_id_are_never_deleted(tmp_path, kind):
     assert [step for _, step, _ in log.rows()] == [2, 4, 2, 4, 6, 6, 8]
 
 
+@pytest.mark.filterwarnings("default")  # tensorboard's own
+@pytest.mark.parametrize("size", [1, 5, 11, 13, 30])
+def test_a_cut_event_is_deleted_at_the_next_start(tmp_path, size):
+    need("tensorboardX"), need("tensorboard")
+    log = Events(tmp_path)
+    write(log.make(), [1, 2], {1: {"loss": 0.5}, 2: {"loss": 0.25}}, run_id="a", rows_from=1)
+    (path,) = log.path.iterdir()
+    content = path.read_bytes()
+    path.write_bytes(content + content[:size])  # a process was killed while it wrote
+    write(log.make(), [3], {3: {"loss": 0.125}}, run_id="a", rows_from=3)
+    assert path.read_bytes() == content
+    assert [step for _, step, _ in log.rows()] == [1, 2, 3]
+
+
 FOREIGN = {
     "Lightning's csv": b"epoch,step,train_loss\n0,9,0.5\n",
     "semicolons": b"step;loss\n1;0.5\n",

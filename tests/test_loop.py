@@ -677,6 +677,63 @@ def test_iterate_takes_a_state_back():
     assert int(state.step) == 1
 
 
+def follow_devices(train):
+    """`train(step, state, data, move)` with an `extra`; the state moves to the second device at step 2."""
+    step = ts.train_step(lambda params, batch, scale: scale * jnp.mean((params["w"][None] - batch) ** 2))
+    state = ts.shard(ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)}), ts.mesh(devices=jax.devices()[:2]))
+    state = train(step, state, ts.batches(np.ones((16, 2), np.float32), 4), lambda s: ts.to_device(s, jax.devices()[1]))
+    assert state.params["w"].devices() == {jax.devices()[1]}
+    np.testing.assert_allclose(state.params["w"], 1 - 0.8**6, rtol=1e-6)  # by hand: w ← w + 0.2 (1 - w), six times
+
+
+def test_extra_follows_a_state_that_a_callback_moves():
+    def train(step, state, data, move):
+        moving = callbacks.every(2, lambda run: move(run.state) if run.step == 2 else None)
+        return fit(step, state, data, steps=6, extra={"scale": jnp.float32(2.0)}, callbacks=moving)[0]
+
+    follow_devices(train)
+
+
+def test_extra_and_batches_follow_a_state_that_is_sent_to_iterate():
+    def train(step, state, data, move):
+        loop = iterate(step, state, data, steps=6, steps_per_call=2, scale=jnp.float32(2.0))
+        state, _ = loop.send(move(next(loop)[0]))
+        return next(loop)[0]
+
+    follow_devices(train)
+
+
+class Counting:
+    """A loader with a position: three batches of four rows, then batches of three."""
+
+    def __init__(self):
+        self.place = 0
+
+    def __iter__(self):
+        while self.place < 6:
+            self.place += 1
+            yield np.full((4 if self.place <= 3 else 3, 2), self.place, np.float32)
+
+    def get_state(self):
+        return {"place": self.place}
+
+    def set_state(self, state):
+        self.place = state["place"]
+
+
+@pytest.mark.parametrize("train", ["iterate", "run_epoch"])
+def test_a_loop_that_fails_gives_back_a_batch_that_it_had_read_ahead(train):
+    is_third = lambda batch: jnp.where(batch[0, 0] == 3, jnp.nan, 1.0)
+    step = ts.train_step(lambda params, batch: is_third(batch) * jnp.sum(params["w"] ** 2), on_nonfinite="raise")
+    state, loader = ts.setup(ts.rules.sgd(0.1), {"w": jnp.zeros(2)}), Counting()
+    with pytest.raises(NonFiniteError):
+        if train == "iterate":
+            next(iterate(step, state, loader, steps=6, steps_per_call=4))
+        else:
+            run_epoch(step, state, loader)
+    assert loader.place == 3  # the batch of three rows, which ended the call, comes next
+
+
 # ---------------------------------------------------------------------------------------------------------------- goals
 
 

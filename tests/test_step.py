@@ -519,7 +519,18 @@ def test_an_extra_argument_that_is_the_state_itself_is_refused(capfd):
     with pytest.raises(StateError, match=r"argument 'teacher' at step\(\): got arrays of the state itself"):
         ts.train_step(fn)(state, jnp.ones((2, 3)), teacher=state.params)
     assert capfd.readouterr().err == ""  # of XLA, in its own words
-    ts.train_step(fn, donate=False)(state, jnp.ones((2, 3)), teacher=state.params)
+    state, _ = ts.train_step(fn, donate=False)(state, jnp.ones((2, 3)), teacher=state.params)
+    step = ts.train_step(fn)
+    state, _ = step(state, jnp.ones((2, 3)), teacher={"w": jnp.zeros(3)})
+    with pytest.raises(StateError, match=r"argument 'teacher' at step\(\): got arrays of the state itself"):
+        step(state, jnp.ones((2, 3)), teacher=state.params)  # a call that compiles nothing is checked, too
+
+
+@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "ignore"}])
+def test_applied_has_a_flag_for_each_member(options):
+    members = ts.population(lambda key: ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)}), 4, key=0)
+    _, info = ts.update(members, {"w": jnp.ones((4, 3))}, **options)
+    assert info.loss is None and np.array_equal(info.applied, [True] * 4)
 
 
 @pytest.mark.parametrize("where", ["nowhere", "a device", "device_put"])

@@ -1,8 +1,10 @@
 """A run as a line of exact states: visited, explained, audited, compared."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import os
 import re
 import shutil
 import threading
@@ -1229,6 +1231,19 @@ def test_a_command_for_another_start_is_refused(tmp_path):
     (folder / name).unlink()
     (folder / name).symlink_to(tmp_path)
     assert inbox.mailbox.names() == []
+
+
+def test_a_command_that_is_withdrawn_during_a_look_hides_no_other(tmp_path, monkeypatch):
+    folder = tmp_path / "control"
+    folder.mkdir()
+    names = [f"20260101T000000-0000000{i}.json" for i in range(3)]
+    for name in names:
+        (folder / name).write_text("{}")
+    with os.scandir(folder) as entries:
+        listed = list(entries)  # before a sender gives up
+    (folder / listed[0].name).unlink()
+    monkeypatch.setattr(os, "scandir", lambda path: contextlib.nullcontext(listed))
+    assert mailboxes.FolderMailbox(tmp_path).names() == sorted({*names} - {listed[0].name})
 
 
 def test_a_folder_of_commands_that_is_a_link_is_not_used(tmp_path):

@@ -353,7 +353,9 @@ def test_wrong_parts_are_told(name, n):
 
 
 def test_wrong_arguments_are_told_before_anything_is_compiled():
-    for first, second in ((embed, composed), (lambda params, rows, batch: rows, clip), (embed, lambda params, z, b: z)):
+    for first, second in (
+        (embed, composed), (lambda params, rows, batch: rows, clip), (embed, lambda params, z, b: z), (embed, lambda: 0.0)
+    ):  # fmt: skip
         with pytest.raises(
             LossError, match=r"signatures at whole_batch\(\): got .*, expected embed\(params, rows, ...\), loss"
         ):

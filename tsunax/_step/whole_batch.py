@@ -70,8 +70,12 @@ class WholeBatch(CutsItsBatch):
     __name__ = "whole_batch"
 
     def __post_init__(self) -> None:
-        first = next(iter(inspect.signature(self.loss).parameters))
-        if first == "params" or any("batch" in part.names for part in (self._embed, self._loss)):
+        try:
+            names = [*inspect.signature(self.loss).parameters]
+        except ValueError:  # a builtin without a signature
+            names = ["embeddings"]
+        takes_embeddings = names and names[0] != "params"
+        if not takes_embeddings or any("batch" in x.names for x in (self._embed, self._loss)):
             got = f"{trees.describe_call(self.embed)}, {trees.describe_call(self.loss)}"
             expected = "embed(params, rows, ...), loss(embeddings, batch, ...)"
             raise LossError("signatures", "whole_batch()", got, expected)

@@ -376,7 +376,7 @@ class tensorboard(_Log):
         """Cut an event file before its first scalar of step `first` or later, or a cut record."""
         # A record is 8 bytes of length, 4 of checksum, the event, and 4 of checksum.
         content, end = path.read_bytes(), 0
-        while (start := end) + 12 <= len(content):
+        while (start := end) < len(content):
             end = start + 16 + int.from_bytes(content[start : start + 8], "little")
             is_whole = end <= len(content)
             event_bytes = content[start + 12 : end - 4] if is_whole else b""

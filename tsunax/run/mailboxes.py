@@ -72,10 +72,11 @@ class FolderMailbox:
             return names
         with contextlib.suppress(OSError), os.scandir(self.folder) as entries:
             for entry in entries:
-                about = entry.stat(follow_symlinks=False)
-                belongs_to_user = not hasattr(os, "getuid") or about.st_uid == os.getuid()
-                if _NAME.fullmatch(entry.name) and stat.S_ISREG(about.st_mode) and belongs_to_user:
-                    names.append(entry.name)
+                with contextlib.suppress(FileNotFoundError):  # a sender has withdrawn the command
+                    about = entry.stat(follow_symlinks=False)
+                    is_of_user = not hasattr(os, "getuid") or about.st_uid == os.getuid()
+                    if _NAME.fullmatch(entry.name) and stat.S_ISREG(about.st_mode) and is_of_user:
+                        names.append(entry.name)
         return sorted({*names} - self.answered)
 
     def load(self, name: str) -> bytes:

@@ -256,7 +256,8 @@ class rewind:
             old_count = run.memory.get("rejected")
             if old_count is None:
                 # Inside `every` there was no "start": the count before the calls that have marks.
-                old_count = count - [name for _, name, _ in run.history.marks].count("rejected")
+                marks = [name for _, name, _ in run.history.marks].count("rejected")
+                old_count = max(count - marks, 0)  # an older history may have more marks
             run.memory["rejected"] = count
             return count > old_count
         newest = run.history.newest("epoch")  # each row of training has it
