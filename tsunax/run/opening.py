@@ -200,8 +200,9 @@ def _progress(state: PyTree, options: Options, feed: Feed, start: int) -> Any:
     from tsunax.run.progress import progress
 
     total = options.goal.steps or feed.steps_to(options.goal.epochs or 0, start)
-    emitted = (guard.emitted(s.opt_state) is not None for s in training_states(state).values())
-    if options.goal.epochs and any(emitted):
+    states = training_states(state).values()
+    have_windows = (guard.moves_params(s.opt_state) is not None for s in states)
+    if options.goal.epochs and any(have_windows):
         total = None  # a step is several calls, and the number of calls without a step is unknown
     has_display = options.progress and processes.current().is_first
     return progress(has_display, total, start, seconds=options.clock.seconds)
