@@ -168,13 +168,13 @@ class EndingRun:
 
             return hooked
 
-        def hooked_save(state, step, place, history, *values):
+        def hooked_save(state, *, step, history, **values):
             self.say("SAVE", step=step)
             checkpoints.wait()  # as `save` does: an earlier save is over
             self.step_of_save = step
             self.was_asked = any(name == "save" for _, name, _ in history["marks"])
             strike("save")
-            return save(state, step, place, history, *values)
+            return save(state, step=step, history=history, **values)
 
         checkpoints._save = hooked_save  # type: ignore[method-assign]
         home.write_blocks = between(home.write_blocks)  # type: ignore[method-assign]

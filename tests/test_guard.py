@@ -260,9 +260,12 @@ def test_raise_names_the_place_in_the_batch_where_it_holds_the_nan():
     assert "step 1 (call 1) was rejected: loss: got nan" in str(caught.value)
     assert "batch['x'] has 3 of 36 not finite, the first at [4, 1]" in str(caught.value)
     for other in (batch, jax.tree.map(jnp.asarray, batch)):
-        assert guard.in_batch({"n": np.arange(3), **other}) == "batch['x'] has 3 of 36 not finite, the first at [4, 1]"
-    assert guard.in_batch({"s": np.float32(np.inf)}) == "batch['s'] has 1 of 1 not finite"
-    assert guard.in_batch(make_batch(0)) == ""
+        assert (
+            guard.fault_in_batch({"n": np.arange(3), **other})
+            == "batch['x'] has 3 of 36 not finite, the first at [4, 1]"
+        )
+    assert guard.fault_in_batch({"s": np.float32(np.inf)}) == "batch['s'] has 1 of 1 not finite"
+    assert guard.fault_in_batch(make_batch(0)) == ""
 
 
 @pytest.mark.medium

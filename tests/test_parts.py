@@ -451,8 +451,9 @@ def test_what_follows_the_clock_and_changes_the_run_is_warned_of(tmp_path, clock
 
 
 def test_the_cadences_of_processes_are_compared(monkeypatch):
-    compared, deciding = [], Options.deciding
-    monkeypatch.setattr(Options, "deciding", lambda self: compared.append(deciding(self)) or compared[-1])
+    compared, deciding_settings = [], Options.deciding_settings
+    keep = lambda self: compared.append(deciding_settings(self)) or compared[-1]
+    monkeypatch.setattr(Options, "deciding_settings", keep)
 
     def settings(**given):
         fit(1, evaluate=lambda state: {"val/x": 1.0}, **given)

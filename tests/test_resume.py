@@ -190,12 +190,12 @@ def test_every_row_that_a_checkpoint_counts_on_is_on_the_disk(tmp_path, monkeypa
         synced[about.st_ino] = about.st_size
         fsync(fd)
 
-    def look(*args):
+    def look(*args, step, **values):
         for name in ("log.csv", "log.jsonl"):
             about = os.stat(tmp_path / name)
-            sizes.append((args[2], synced.get(about.st_ino), about.st_size))
+            sizes.append((step, synced.get(about.st_ino), about.st_size))
         assert os.stat(tmp_path).st_ino in synced  # the entries of the files
-        save(*args)
+        save(*args, step=step, **values)
 
     monkeypatch.setattr(os, "fsync", note)
     monkeypatch.setattr(Checkpoints, "_save", look)

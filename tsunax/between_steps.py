@@ -74,7 +74,7 @@ def _flushed(state: TrainState) -> TrainState:
     zeros, extra = jax.tree.map(jnp.zeros_like, trained_part(state)), {"weight": 0.0, "flush": True}
     new, _ = update_unchecked(state, zeros, None, None, "skip", True, extra)
     old = dataclasses.replace(state, clock=state.clock.at[1].add(1))
-    emitted: Any = accumulation.any_emitted(new.opt_state)
-    judged = emitted | (new.rejected != state.rejected)
+    is_applied: Any = accumulation.any_emitted(new.opt_state)
+    judged = is_applied | (new.rejected != state.rejected)
     new = guard.choose(judged, new, old)
     return dataclasses.replace(new, loss_scale=state.loss_scale)

@@ -215,7 +215,7 @@ def locate(grads: PyTree) -> str:
     return "gradient norm"
 
 
-def in_batch(batch: PyTree) -> str:
+def fault_in_batch(batch: PyTree) -> str:
     """The first leaf of a batch that is not finite, in words; "" if all are finite."""
     for path, leaf in trees.leaves_at("batch", batch):
         bad = ~jnp.isfinite(leaf) if trees.is_inexact(leaf) else np.zeros(1, bool)
@@ -315,7 +315,7 @@ class WindowState:
     emitted: Any  # bool: whether the last call ended its window
 
 
-def emitted(opt_state: PyTree) -> jax.Array | None:
+def moves_params(opt_state: PyTree) -> jax.Array | None:
     """Whether the last call moved params, from its state; None if some rule runs on every call.
 
     A chain moves params with its last rule, a wrapper with its inner rule. A partition moves them
@@ -324,33 +324,33 @@ def emitted(opt_state: PyTree) -> jax.Array | None:
     if isinstance(opt_state, WindowState):
         return opt_state.emitted
     if type(opt_state) is tuple:
-        return emitted(opt_state[-1]) if opt_state else None
+        return moves_params(opt_state[-1]) if opt_state else None
     parts = getattr(opt_state, "inner", None)
     if parts is not None and not isinstance(parts, dict):
-        return emitted(parts)
-    emitted_by_part = [emitted(part) for part in (parts or {}).values()]
-    all_wait = emitted_by_part and all(x is not None for x in emitted_by_part)
-    return functools.reduce(operator.or_, emitted_by_part) if all_wait else None
+        return moves_params(parts)
+    flags = [moves_params(part) for part in (parts or {}).values()]
+    all_have_windows = flags and all(flag is not None for flag in flags)
+    return functools.reduce(operator.or_, flags) if all_have_windows else None
 
 
-def with_gathered(verdict: jax.Array | None, emitted: jax.Array | None) -> jax.Array | None:
+def with_gathered(verdict: jax.Array | None, moves_params: jax.Array | None) -> jax.Array | None:
     """The verdict, or -1 if the step was not rejected but only gathered its gradient."""
-    if emitted is None:
+    if moves_params is None:
         return verdict
     code = jnp.int32(0) if verdict is None else verdict
-    return jnp.where((code == 0) & ~emitted, -1, code)
+    return jnp.where((code == 0) & ~moves_params, -1, code)
 
 
 _APPLIED, _GATHERED, _REJECTED = np.array([[1, 1, 0, 0], [0, 1, 0, 0], [0, 1, 1, 1]], np.int32)
 
 
-def count(clock: jax.Array, emitted: Maybe, verdict: Maybe = None) -> jax.Array:
+def count(clock: jax.Array, moves_params: Maybe, verdict: Maybe = None) -> jax.Array:
     """The clock after this call: applied updates, calls, rejected calls, rejected calls in a row.
 
     The increments are constant vectors: XLA:CPU would run one more kernel for each stacked scalar.
     """
     old_clock = jnp.minimum(clock, LIMIT - 1)
-    increments = _APPLIED if emitted is None else jnp.where(emitted, _APPLIED, _GATHERED)
+    increments = _APPLIED if moves_params is None else jnp.where(moves_params, _APPLIED, _GATHERED)
     new_clock = old_clock * np.array([1, 1, 1, 0], np.int32) + increments
     return (
         new_clock if verdict is None else jnp.where(verdict == 0, new_clock, old_clock + _REJECTED)

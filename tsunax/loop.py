@@ -70,7 +70,7 @@ def run_steps(step: Step, state: _State, batches: PyTree, **extra: Any) -> tuple
     # XLA unrolls a loop over one batch, which changes bits. So the buffer has room for two batches.
     batches = jax.tree.map(lambda x: chunks.with_room(x, max(k, 2)), batches)
     home = placement.state_sharding(state)
-    feed = chunks.place(fused_loop.Stacked(batches), home, step)
+    feed = chunks.put_on_devices(fused_loop.Stacked(batches), home, step)
     extra = placement.place_extra(extra, state)
     donates = isinstance(step, TrainStep) and step.donate
     state, infos = fused_loop.fused(step, donates)(state, feed, chunks.count_of(k), extra)

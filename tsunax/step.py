@@ -108,6 +108,8 @@ def value_and_grad(
         state: TrainState, batch: PyTree, *, at: PyTree = None, **extra: Any
     ) -> tuple[Loss, PyTree]:
         loss, grads = gradient(state, batch, at=at, **extra)
+        # Here the look comes after the gradient, so that errors of the arguments come first. A step
+        # looks before its program runs, because the program consumes the state (`program.py`).
         if first_look.pending:
             first_look(state, batch, extra)
         return loss, grads
@@ -259,20 +261,22 @@ def update_unchecked(
 
     norm_of_rule = grad_norm if shares_norm else None
     call = rule_call(state, grads, norm_of_rule, value, loss.weight, extra, thawed)
-    attempt = functools.partial(_attempt, state, call, loss, model_state, thawed, watch)
-    judge = Judge(state, loss, value, grad_norm, call, attempt)
+    make_attempt = functools.partial(_attempt, state, call, loss, model_state, thawed, watch)
+    judge = Judge(
+        state, loss, value=value, grad_norm=grad_norm, call=call, make_attempt=make_attempt
+    )
     update_norm = verdict = None
     if not is_judged:
-        chosen = attempt()
+        chosen = make_attempt()
         update_norm = chosen.update_norm(state) if norms == "update" else None
     elif norms == "update" or not trees.is_tracing():  # Without jit, branches would compile anew.
         chosen, verdict, update_norm = judge.choose_late()
     else:
         chosen, verdict = judge.choose(certainty_of(state, grads, loss.weight))
-    new = _recorded(state, chosen.applied_to(state), verdict, chosen.emitted, loss)
-    verdict = guard.with_gathered(verdict, chosen.emitted)
+    new = _recorded(state, chosen.applied_to(state), verdict, chosen.moves_params, loss)
+    verdict = guard.with_gathered(verdict, chosen.moves_params)
     norms_in_info = grad_norm if norms else None, update_norm if norms == "update" else None
-    watched = None if watch is None else watch.report(state, new, mean, chosen.of_updates)
+    watched = None if watch is None else watch.report(state, new, mean, chosen.update_numbers)
     info = _info(state, loss, value, norms_in_info, verdict, watched)
     return trees.offloaded_like(new, stored_state), info
 
@@ -287,23 +291,23 @@ def _attempt(
 ) -> Attempt:
     """The result of the step if the verdict applies it."""
     updates, opt_state = run_rule(call)
-    emitted = guard.emitted(opt_state)
+    moves_params = guard.moves_params(opt_state)
     opt_state = number_table.without_numbers(opt_state)
     if difference := trees.first_difference(opt_state, state.opt_state, "opt_state"):
         raise RuleError(f"optimizer state {difference}. The rule changes it from call to call.")
     if (policy := state.plan.precision) is not None:
         opt_state = policy.rounded_moments(opt_state, state.opt_state, state.key, state.calls)
-    clock = guard.count(state.clock, emitted)  # for averages; `_recorded` counts the call
+    clock = guard.count(state.clock, moves_params)  # for averages; see `_recorded`
     new = dataclasses.replace(state, clock=clock, opt_state=opt_state, model_state=model_state)
     new = with_params(new, optax.apply_updates(master_params(state), updates))
     new = with_moved_averages(new)
-    new = with_unmoved(state, new, thawed, emitted)
+    new = with_unmoved(state, new, thawed, moves_params)
     if (replaced := loss.overwritten) is not None:
         new = dataclasses.replace(new, params=params_with_trained(new, trained_part(new), replaced))
     updates = guard.without_frozen(updates, thawed)
-    of_updates = None if watch is None else watch.of_updates(state, updates)
+    update_numbers = None if watch is None else watch.numbers_of_updates(state, updates)
     new = dataclasses.replace(new, clock=state.clock)
-    return Attempt.from_states(state, new, emitted, updates, of_updates)
+    return Attempt.from_states(state, new, moves_params, updates, update_numbers)
 
 
 def _info(
@@ -314,13 +318,14 @@ def _info(
     verdict: Scalar,
     watched: Watched | None,
 ) -> StepInfo:
-    scale, numbers = state.loss_scale, state.numbers
+    scale, numbers, (grad_norm, update_norm) = state.loss_scale, state.numbers, norms
     mean: Any = None if value is None else jnp.asarray(value, jnp.float32)
     return StepInfo(
-        mean,
-        loss.weight,
-        *norms,
-        verdict,
+        loss=mean,
+        weight=loss.weight,
+        grad_norm=grad_norm,
+        update_norm=update_norm,
+        verdict=verdict,
         metrics={name: m.compute() for name, m in loss.metrics.items()},
         dropped=None if loss.dropped is None else jnp.sum(loss.dropped),
         loss_scale=None
@@ -334,13 +339,13 @@ def _info(
 
 
 def _recorded(
-    old: TrainState, new: TrainState, verdict: Any, emitted: Any, loss: Loss
+    old: TrainState, new: TrainState, verdict: Any, moves_params: Any, loss: Loss
 ) -> TrainState:
     """`new` with the records of every call, applied or not: counts and loss scale."""
-    new = dataclasses.replace(new, clock=guard.count(old.clock, emitted, verdict))
+    new = dataclasses.replace(new, clock=guard.count(old.clock, moves_params, verdict))
     if verdict is None or old.loss_scale is None:
         return new
-    applied = verdict == 0 if emitted is None else (verdict == 0) & emitted
+    applied = verdict == 0 if moves_params is None else (verdict == 0) & moves_params
     overflowed = guard.overflowed(verdict)
     if loss.weight is not None:  # a mean over nothing is NaN, and no overflow
         overflowed &= loss.weight != 0

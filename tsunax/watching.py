@@ -95,16 +95,16 @@ class Watch:
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
 
-    def of_updates(self, state: TrainState, updates: PyTree) -> jax.Array | None:
+    def numbers_of_updates(self, state: TrainState, updates: PyTree) -> jax.Array | None:
         """The numbers of the updates of a rule, f32 (numbers,); None if they are not watched."""
         if "updates" not in self.of:
             return None
         return self._measured(state, self._groups(state, "updates", updates))
 
     def report(
-        self, state: TrainState, new: TrainState, grads: PyTree, of_updates: jax.Array | None
+        self, state: TrainState, new: TrainState, grads: PyTree, update_numbers: jax.Array | None
     ) -> Watched:
-        """The report of a step from `state` to `new`, with the result of `of_updates`."""
+        """The report of a step from `state` to `new`, with the result of `numbers_of_updates`."""
         read = {"grads": lambda: grads, "params": lambda: master_params(new)}
         read["moments"] = lambda: new.opt_state
         # only for the layout: updates have the paths and shapes of the gradients
@@ -123,7 +123,7 @@ class Watch:
             Block(group.path, group.kind, group.layers, self.numbers, self.histogram)
             for group in (*groups, *updates)
         )
-        values += [] if of_updates is None else [of_updates]
+        values += [] if update_numbers is None else [update_numbers]
         return Watched(jnp.concatenate(values), self._due(state).astype(jnp.int32), layout)
 
     def _due(self, state: TrainState) -> jax.Array:

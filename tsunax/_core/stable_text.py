@@ -176,21 +176,19 @@ def hash_of_code(code: types.CodeType, doc: str | None = None) -> str:
 def _names_in(code: types.CodeType) -> tuple[frozenset[str], tuple[str, ...], frozenset[str]]:
     """Attributes that code may read, globals and modules that it names, names that it changes."""
     instructions = list(dis.get_instructions(code))
-    lines = [(line.opname, line.argval) for line in instructions]
+    operations = [(x.opname, x.argval) for x in instructions]
     # `cache[key] = x` and `cache.append(x)` begin at the same column as `cache`.
-    position_of = lambda line: line.positions and (line.positions.lineno, line.positions.col_offset)
-    is_filling = lambda line: line.opname.endswith("E_SUBSCR") or line.argval in _FILLING
-    places = {position_of(line) for line in instructions if is_filling(line)} - {None, (None, None)}
-    loads = (
-        line for line in instructions if position_of(line) in places and "LOAD_" in line.opname
-    )
-    changed = {str(line.argval) for line in loads if "FAST" not in line.opname} - _FILLING
+    position_of = lambda x: x.positions and (x.positions.lineno, x.positions.col_offset)
+    is_filling = lambda x: x.opname.endswith("E_SUBSCR") or x.argval in _FILLING
+    places = {position_of(x) for x in instructions if is_filling(x)} - {None, (None, None)}
+    loads = (x for x in instructions if position_of(x) in places and "LOAD_" in x.opname)
+    changed = {str(x.argval) for x in loads if "FAST" not in x.opname} - _FILLING
     stored = {"STORE_GLOBAL": code.co_names, "STORE_DEREF": code.co_freevars}
-    changed |= {x for operation, x in lines if x in stored.get(operation, ())}
+    changed |= {x for operation, x in operations if x in stored.get(operation, ())}
     inner = [_names_in(x) for x in code.co_consts if isinstance(x, types.CodeType)]
-    attributes = {x for operation, x in lines if operation.startswith(_ATTRIBUTES)}
+    attributes = {x for operation, x in operations if operation.startswith(_ATTRIBUTES)}
     attributes |= {x for x in code.co_consts if isinstance(x, str) and x.isidentifier()}
-    names = [x for operation, x in lines if operation in _GLOBALS]
+    names = [x for operation, x in operations if operation in _GLOBALS]
     names += [x for _, inner_names, _ in inner for x in inner_names]
     union = lambda names, i: frozenset(names.union(*(inner_result[i] for inner_result in inner)))
     return union(attributes, 0), tuple(names), union(changed, 2)

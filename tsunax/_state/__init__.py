@@ -114,6 +114,8 @@ def state_class(cls: type[T]) -> type[T]:
     moving = [f.name for f in new_class._fields if f.metadata["moves"] and f.name != "params"]
     fixed = [f.name for f in new_class._fields if not f.metadata["moves"]]
     new_class._moving = ("params", *moving)
+    # `assemble` sets them in this order: first the params that stay (None: none), then the params
+    # that move, which win.
     new_class._parts = ("params", *fixed, "params", *moving, "plan")
     new_class._get_moving = operator.itemgetter(*new_class._moving)
     new_class._get_fixed = operator.itemgetter(*fixed)

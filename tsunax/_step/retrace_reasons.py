@@ -30,9 +30,9 @@ def _leaf_types(traced: Traced) -> dict[str, str]:
     types = {}
     for name, tree in {"state": traced.state, **traced.arguments}.items():
         for place, x in trees.leaves_at(name, tree):
-            shape = f"{x.dtype}[{','.join(map(str, x.shape))}]"
-            shape += " in host memory" if x.memory_space is jax.memory.Space.Host else ""
-            types[place] = shape + (" (a Python number)" if x.weak_type else "")
+            type_text = f"{x.dtype}[{','.join(map(str, x.shape))}]"
+            type_text += " in host memory" if x.memory_space is jax.memory.Space.Host else ""
+            types[place] = type_text + (" (a Python number)" if x.weak_type else "")
     on_mesh = trees.leaves_at("state", traced.shardings)
     return types | {f"the sharding of {place}": str(x.spec) for place, x in on_mesh}
 

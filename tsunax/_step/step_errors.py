@@ -89,7 +89,7 @@ def about_batch(
 
     If `joins_rows`, the labels of several micro-batches are checked: loss_fn gets all rows at once.
     """
-    fault = guard.in_batch(batch)
+    fault = guard.fault_in_batch(batch)
     may_run_loss = joins_rows or step.accumulate == 1
     if not fault and may_run_loss and info.verdict is not None and guard.is_of_loss(info.verdict):
         fault = wrong_label(step, state, batch, extra)

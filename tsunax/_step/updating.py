@@ -207,16 +207,16 @@ def with_moved_averages(state: TrainState) -> TrainState:
     return dataclasses.replace(state, **moved)
 
 
-def with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe) -> TrainState:
+def with_unmoved(old: TrainState, new: TrainState, thawed: Any, moves_params: Maybe) -> TrainState:
     """`new` without its moves of frozen leaves, and of all params if the call only gathered.
 
     The declaration `like=` of a field says how its leaves correspond to trained leaves.
     """
-    if thawed is None and emitted is None:
+    if thawed is None and moves_params is None:
         return new
     from tsunax.rules import accumulation
 
-    moves: Any = True if emitted is None else emitted  # a call that only gathers moves no parameter
+    moves: Any = True if moves_params is None else moves_params
     flags = [moves & flag for flag in thawed or [True] * len(jax.tree.leaves(trained_part(old)))]
     fields: dict[str, Any] = {}
     for f in dataclasses.fields(old):
@@ -227,7 +227,7 @@ def with_unmoved(old: TrainState, new: TrainState, thawed: Any, emitted: Maybe) 
             part = guard.choose(flags, trained_part(new), trained_part(old))
             fields[f.name] = params_with_trained(old, part)
         elif role in ("trained", "average"):
-            # An average also has a count, which moves if any leaf may move.
+            # The count of an average counts each applied call, also if all leaves are frozen.
             counts = [moves] * (len(jax.tree.leaves(new_field)) - len(flags))
             fields[f.name] = guard.choose([*flags, *counts], new_field, old_field)
         elif role == "rule" and thawed is not None:
@@ -277,25 +277,33 @@ class Attempt(NamedTuple):
     """The changes of a step to its state if the verdict applies the step."""
 
     leaves: dict[int, Any]  # the leaves of the state that it changes, by their place
-    emitted: jax.Array | None  # bool: whether it moves params; None: every call does
+    moves_params: jax.Array | None  # bool; None if every call moves params
     updates: PyTree = None  # the rule adds them to params, zero for frozen leaves
-    of_updates: jax.Array | None = None  # their numbers, for a `Watch` of updates
+    update_numbers: jax.Array | None = None  # the numbers of a `Watch` of updates
 
     @classmethod
     def from_states(
-        cls, old: TrainState, new: TrainState, emitted: Any, updates: PyTree, of_updates: Any
+        cls,
+        old: TrainState,
+        new: TrainState,
+        moves_params: Any,
+        updates: PyTree,
+        update_numbers: Any,
     ) -> Attempt:
         """The attempt that makes the state `new` of `old`."""
         pairs = enumerate(zip(*map(jax.tree.leaves, (old, new)), strict=True))
         leaves = {i: new_leaf for i, (old_leaf, new_leaf) in pairs if new_leaf is not old_leaf}
-        return cls(leaves, emitted, updates, of_updates)
+        return cls(leaves, moves_params, updates, update_numbers)
 
     def undone(self, state: TrainState) -> Attempt:
         """The attempt of a rejected step: the same leaves, with their values in `state`."""
         old_leaves = jax.tree.leaves(state)
-        emitted = None if self.emitted is None else jnp.bool_(False)
-        of_updates = jax.tree.map(lambda x: jnp.full(x.shape, jnp.nan, x.dtype), self.of_updates)
-        return Attempt({i: old_leaves[i] for i in self.leaves}, emitted, None, of_updates)
+        as_nan = lambda x: jnp.full(x.shape, jnp.nan, x.dtype)
+        return Attempt(
+            {i: old_leaves[i] for i in self.leaves},
+            None if self.moves_params is None else jnp.bool_(False),
+            update_numbers=jax.tree.map(as_nan, self.update_numbers),
+        )
 
     def applied_to(self, state: TrainState) -> TrainState:
         """The state with the leaves of this attempt."""
@@ -319,7 +327,7 @@ class Judge:
     value: Maybe  # the mean loss
     grad_norm: Maybe
     call: RuleCall
-    attempt: Function  # () -> Attempt
+    make_attempt: Function  # () -> Attempt
 
     def choose(self, certainty: Certainty) -> tuple[Attempt, jax.Array]:
         """The attempt, or the unchanged state if it is rejected; and the verdict."""
@@ -330,7 +338,8 @@ class Judge:
 
     def choose_early(self, certainty: Certainty) -> tuple[Attempt, jax.Array]:
         """The rule runs after the verdict, unless the verdict needs its report or its update."""
-        attempt, fault = jax.jit(self.attempt), None  # The callers of `attempt` share one trace.
+        make_attempt = jax.jit(self.make_attempt)  # its callers share one trace
+        update_size = None
         if certainty.is_certain is not True:
             # While the numbers are out of bounds the rule runs twice: to judge, and to apply.
             # Leaves are joined in the branch alone: other calls do not pay for it.
@@ -338,37 +347,38 @@ class Judge:
                 joined_call = self.call.with_joined_leaves()
                 return joined_call()[0]
 
-            updates = joined_updates if certainty.by_element else lambda: attempt().updates
-            fault = guard.unless(certainty.is_certain, lambda: guard.excess(updates()))
+            updates = joined_updates if certainty.by_element else lambda: make_attempt().updates
+            update_size = guard.unless(certainty.is_certain, lambda: guard.excess(updates()))
         # For an overwritten leaf the gradient is the new value (flax's fp8). XLA fuses the last
         # operations of such a gradient into a select, but not into a cond.
-        return self._chosen(attempt, fault, may_branch=self.loss.overwritten is None)
+        return self._chosen(make_attempt, update_size, may_branch=self.loss.overwritten is None)
 
     def choose_late(self) -> tuple[Attempt, jax.Array, jax.Array]:
         """The rule runs before the verdict on the norm of its update, which is the third result."""
-        attempt = self.attempt()
+        attempt = self.make_attempt()
         update_norm = attempt.update_norm(self.state)
         chosen, verdict = self._chosen(lambda: attempt, update_norm, may_branch=False)
         # The rule ran, so its updates are known also if they are rejected.
-        return chosen._replace(of_updates=attempt.of_updates), verdict, update_norm
+        return chosen._replace(update_numbers=attempt.update_numbers), verdict, update_norm
 
     def _chosen(
-        self, attempt: Function, of_update: Maybe, *, may_branch: bool
+        self, make_attempt: Function, update_size: Maybe, *, may_branch: bool
     ) -> tuple[Attempt, jax.Array]:
-        verdict = self._verdict(attempt, of_update)
-        without_updates = lambda: attempt()._replace(updates=None)
+        verdict = self._verdict(make_attempt, update_size)
+        without_updates = lambda: make_attempt()._replace(updates=None)
         unchanged = jax.eval_shape(without_updates).undone(self.state)
         chosen = guard.decide(verdict == 0, without_updates, unchanged, may_branch=may_branch)
         return chosen, verdict
 
-    def _verdict(self, attempt: Function, of_update: Maybe) -> jax.Array:
-        """The verdict on loss, gradient, reports of rules, and a number of the update.
+    def _verdict(self, make_attempt: Function, update_size: Maybe) -> jax.Array:
+        """The verdict on loss, gradient, reports of rules, and the size of the update.
 
-        The number `of_update` is not finite if the update is not; None for an update that is not
-        judged. A rule that reports calls `attempt`: the reports are in the new state of the rule.
+        `update_size` is the norm of the update, or 0, inf or NaN by `guard.excess`; None for an
+        update that is not judged. If the rule has reports, `make_attempt` is called, because the
+        reports are in the new state of the rule.
         """
         state, overwritten = self.state, self.loss.overwritten
-        must_be_finite: list[Any] = [] if of_update is None else [of_update]
+        must_be_finite: list[Any] = [] if update_size is None else [update_size]
         if overwritten is not None:  # Neither norm covers overwritten leaves.
             must_be_finite.append(guard.global_norm(overwritten))
         must_be_finite += [
@@ -376,8 +386,9 @@ class Judge:
             for average in averages_of(state).values()
             if average.schedule is not None
         ]
-        # one number, which is finite only if all of these are
-        total = functools.reduce(operator.add, must_be_finite) if must_be_finite else None
+        # Overwritten leaves and averages are judged with the update: this sum is finite only if all
+        # of these numbers are.
+        update_size = functools.reduce(operator.add, must_be_finite) if must_be_finite else None
         has_reports = bool(guard.reports(state.opt_state))
-        opt_state = attempt().applied_to(state).opt_state if has_reports else ()
-        return guard.judge(self.value, self.grad_norm, state.calls, opt_state, total)
+        opt_state = make_attempt().applied_to(state).opt_state if has_reports else ()
+        return guard.judge(self.value, self.grad_norm, state.calls, opt_state, update_size)

@@ -133,19 +133,22 @@ class WholeBatch(CutsItsBatch):
         Gradients are summed in float32. Gradients that replace their leaf are joined by maximum.
         """
         check_rows(batch)
-        of_rows = {name: x for name, x in keywords.items() if name == "mask"}
+        # The mask has a value for each row, and is cut with the batch.
+        row_keywords = {name: x for name, x in keywords.items() if name == "mask"}
         wide = _converted(params, lambda x: _copies(x, n), _wide)
 
-        def part(state: PyTree, rows: Any, i: Any) -> tuple[Any, Any]:
-            part_keywords = keywords | rows[1] | ({} if state is None else {"model_state": state})
+        def part(state: PyTree, rows_and_keywords: Any, i: Any) -> tuple[Any, Any]:
+            rows, row_keywords = rows_and_keywords
+            state_keyword = {} if state is None else {"model_state": state}
+            part_keywords = keywords | row_keywords | state_keyword
             if "key" in part_keywords:
                 part_keywords["key"] = jax.random.fold_in(part_keywords["key"], i)
             params_of_part = trees.cast_like(_converted(wide, lambda x: x[i], lambda x: x), params)
-            new, embeddings = self._embedded(params_of_part, rows[0], part_keywords)
+            new, embeddings = self._embedded(params_of_part, rows, part_keywords)
             return jax.lax.stop_gradient(trees.cast_like(new, state)), embeddings
 
         part = jax.checkpoint(part, prevent_cse=False)
-        return in_turn(part, n, keywords.get("model_state"), (batch, of_rows))
+        return in_turn(part, n, keywords.get("model_state"), (batch, row_keywords))
 
     def _embedded(self, params: PyTree, rows: PyTree, keywords: Extra) -> tuple[Any, Any]:
         """The new model state, None if `embed` names none, and the embeddings of these rows."""

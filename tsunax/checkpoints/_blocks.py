@@ -132,7 +132,9 @@ def damage_of_arrays() -> Iterator[None]:
 def stored_in(files: Iterable[Path]) -> dict[str, list[tuple[Bounds | None, _safetensors.Entry]]]:
     """The blocks of each leaf, over the files of all processes."""
     blocks_of_leaf: dict[str, list] = {}
-    spent = 0  # bytes of memory for entries, beyond four times their files: see `_foreign`
+    # The bytes that entries take in memory, 1,000 each, beyond four times their files. `_foreign`
+    # limits their sum over all files.
+    spent = 0
     for file in files:
         if not durable_files.is_real_directory(file.parent):
             raise Damaged(f"{file.parent.name}: missing")
@@ -245,8 +247,8 @@ def read_all(
 
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         answers = list(pool.map(read_and_place, range(len(requested))))
-    sums = zip(requested, answers, strict=True)
-    return [x for x, _ in answers], {leaf.name: x for leaf, (_, x) in sums if x is not None}
+    hash_sums = {leaf.name: x for leaf, (_, x) in zip(requested, answers, strict=True)}
+    return [x for x, _ in answers], {name: x for name, x in hash_sums.items() if x is not None}
 
 
 def other_bytes(leaf: Leaf) -> str:

@@ -90,7 +90,7 @@ class BucketPath:
 
     def write_arrays(self, blocks: _blocks.Blocks) -> None:
         """The blocks as a safetensors file: a few parts of it are in memory, and on their way."""
-        size, pieces = _safetensors.streamed(_blocks.plain_arrays(blocks), {})
+        size, pieces = _safetensors.size_and_pieces(_blocks.plain_arrays(blocks), {})
         if size <= _PART:
             return self.write(b"".join(pieces))
         part = max(_PART, size // 9_000)  # S3 and GCS allow 10,000 parts

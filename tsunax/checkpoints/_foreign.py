@@ -17,7 +17,7 @@ from tsunax.errors import TsunaxError, told
 # one refuses small files with many entries.
 _ALLOWED_BYTES = 48 << 20
 
-# Bytes of memory that CPython's objects take for each such character of JSON, measured
+# For each of these characters of JSON, the bytes of memory that CPython's objects take, measured.
 _JSON_COSTS = {b",": 44, b":": 40, b"{": 120, b"[": 72, b'"': 28}
 _VALUE_COST = 1000  # bytes for each value of a flax file: its object, its name and its description
 

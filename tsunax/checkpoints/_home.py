@@ -80,7 +80,10 @@ def store_of(folder: Path) -> str | None:
 
 
 class CheckpointHome:
-    """The directory of a run; `bad` and `metrics_by_step()` are the steps that it has read.
+    """The directory of a run.
+
+    It keeps the steps that failed their verification, `bad`, and the complete steps with their
+    metrics, `metrics_by_step()`.
 
     A save calls `reserve_name` in the first process; then in all, `start_arrays` and, in the
     background, `write` with `write_blocks` and `prove`; then `merged_manifest` in the first, and

@@ -170,7 +170,8 @@ class RestorePlan:
         for bounds, indices in holders.items():
             for i in indices:
                 parts[i] = (*parts.get(i, ()), bounds)
-        # Sums of hashes need processes that read the same parts, or none in common.
+        # Sums of hashes need processes that read the same parts, or none in common. If no part is
+        # in two of these sets, they have as many parts as the leaf.
         distinct = set(parts.values())
         are_disjoint = len(distinct) > 1 and sum(map(len, distinct)) == len(holders)
         return parts if are_disjoint else None

@@ -96,6 +96,7 @@ class OrbaxHome(CheckpointHome):
         return lambda leaf: open_array(leaf) if _is_of_orbax(leaf) else open_block(leaf)
 
     def reserve_name(self, step: int) -> str:
+        # `match`, because the suffix of "4.1.unfinished" is in use, too
         matches = [match for name in self.names(self.path) if (match := STEP_NAME.match(name))]
         suffixes = [int(match[2] or 0) for match in matches if int(match[1]) == step]
         name = f"{step}.{max(suffixes) + 1}" if suffixes else str(step)

@@ -149,10 +149,10 @@ def read(entry: Entry, bounds: checksums.Bounds | None = None) -> np.ndarray:
     return out
 
 
-def streamed(
+def size_and_pieces(
     arrays: Mapping[str, np.ndarray], about: Mapping[str, str]
 ) -> tuple[int, Iterator[Any]]:
-    """The bytes of a file with these arrays, and their number, without a copy of all arrays."""
+    """The bytes of a file with these arrays: their number, then pieces without a copy of all."""
     # The largest items come first, so that every array is aligned.
     names = sorted(arrays, key=lambda name: (-arrays[name].itemsize, name))
     code_of = {name: code for code, name in DTYPE_OF.items()}
@@ -180,7 +180,8 @@ def streamed(
 def write(path: Path, arrays: Mapping[str, np.ndarray], about: Mapping[str, str]) -> None:
     """A new file, on the disk when this returns; `about` is its text for other programs."""
     with open(path, "xb") as file:
-        file.writelines(streamed(arrays, about)[1])
+        _, pieces = size_and_pieces(arrays, about)
+        file.writelines(pieces)
     durable_files.sync(path)
     try:
         contents(path)

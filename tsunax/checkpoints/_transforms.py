@@ -181,8 +181,8 @@ def planned(tree, where, rename, transform, call: str, prefix: str = "") -> dict
     plan, faults = {}, []
     for i, (path, x) in enumerate(leaves.tree_of(tree).leaves):
         if flags[i]:
-            patterns_of_leaf = (x for x, flags_of_x in flags_by_pattern.items() if flags_of_x[i])
-            leaf_transform = transforms.get(next(patterns_of_leaf, None), UNCHANGED)
+            matching = (pattern for pattern, is_match in flags_by_pattern.items() if is_match[i])
+            leaf_transform = transforms.get(next(matching, None), UNCHANGED)
             try:
                 plan[i] = _mapped(leaves.leaf_of(path, x), texts[i], leaf_transform)
             except ValueError as error:

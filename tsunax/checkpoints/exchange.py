@@ -196,13 +196,13 @@ def _refusing(title: str, path):
 class _Source:
     """The content of a file: leaves by name; `reading(names)(name, bounds)` is a part of a leaf.
 
-    `size` is the bytes of all files, or None if they were not counted.
+    `file_bytes` are the bytes of all files, or None if they were not counted.
     """
 
     path: Path
     leaves: dict[str, Leaf]
     reading: Callable[[list[str]], Callable[[str, Bounds], Any]]
-    size: int | None = None
+    file_bytes: int | None = None
 
 
 def _from_safetensors(path: StrPath) -> _Source:
@@ -244,11 +244,11 @@ def _from_orbax(path: StrPath) -> _Source:
     if is_bucket := str(path).startswith("gs://"):
         library("gcsfs", "restore()")
     folder = str(path) if is_bucket else _as_path(path)
-    description, size = _orbax.description(folder)
+    description, file_bytes = _orbax.description(folder)
     named_leaves = trees.leaves_with_names(description)
     structs = (("/".join(name), _orbax.as_struct(x)) for name, _, x in named_leaves)
     pairs = lambda names: zip(names, _orbax.read(folder, description, names), strict=True)
-    return _from_pairs(Path(folder), structs, lambda names: dict(pairs(names)), size)
+    return _from_pairs(Path(folder), structs, lambda names: dict(pairs(names)), file_bytes)
 
 
 _READERS = {  # by format: the name in messages, and the reader
@@ -259,7 +259,10 @@ _READERS = {  # by format: the name in messages, and the reader
 
 
 def _from_pairs(
-    path: Path, pairs: Iterable[tuple[str, Any]], read: Function | None = None, size: Any = None
+    path: Path,
+    pairs: Iterable[tuple[str, Any]],
+    read: Function | None = None,
+    file_bytes: int | None = None,
 ) -> _Source:
     """The source for named arrays, or for descriptions of arrays that `read(names)` returns."""
     arrays, described = {}, {}
@@ -273,7 +276,7 @@ def _from_pairs(
             raise Damaged(f"{name!r:.80}: {trees.describe(x)}, no array") from None
     arrays_of = read or (lambda _: arrays)
     reading = lambda names: functools.partial(_part, arrays_of(names))
-    return _Source(path, described, reading, size)
+    return _Source(path, described, reading, file_bytes)
 
 
 def _part(arrays: Mapping[str, Any], name: str, bounds: Bounds):
@@ -285,10 +288,10 @@ def _restored(source: _Source, like, where, rename, transform, cast: bool):
     if like is None:
         if any(argument is not None for argument in (rename, where, transform)):
             raise WrongTypeError("like", "restore()", "none", "the tree to rename or choose from")
-        total = sum(x.n_bytes for x in source.leaves.values())
-        if source.size is not None and total > 4 * source.size + (64 << 20):
+        total, file_bytes = sum(x.n_bytes for x in source.leaves.values()), source.file_bytes
+        if file_bytes is not None and total > 4 * file_bytes + (64 << 20):
             raise Damaged(
-                f"{total} bytes of arrays in files of {source.size}; give like=, a tree of their "
+                f"{total} bytes of arrays in files of {file_bytes}; give like=, a tree of their "
                 "shapes, if they are zeros"
             )
         read = source.reading(list(source.leaves))

@@ -139,9 +139,13 @@ class Checkpoints:
                 self.home.tidy()
             return None, json.dumps([self._lock_text, secrets.token_hex(4)])
 
+        self.everyone.compare("Checkpoints()", lambda: settings, self.timeout + 10)
+        _, answers = self.together("Checkpoints()", take)
+        lock_text, self.thread = json.loads(answers[0])
+
         def join():
             if self.process:
-                if self.home.lock_text() != text:
+                if self.home.lock_text() != lock_text:
                     raise CheckpointError(
                         "path",
                         str(self.path),
@@ -151,9 +155,6 @@ class Checkpoints:
                 self._lock = _background.take_lock(self, is_first=False)
             return None, ""
 
-        self.everyone.compare("Checkpoints()", lambda: settings, self.timeout + 10)
-        _, words = self.together("Checkpoints()", take)
-        text, self.thread = json.loads(words[0])
         self.together("Checkpoints()", join)
 
     def together(
@@ -223,9 +224,10 @@ class Checkpoints:
         saved), CheckpointError for a step before the newest, WrongTypeError for leaves that cannot
         be saved, RowError for metrics without the metric of `keep_best`.
         """
-        self._save(state, step, data, history, callbacks, metrics)
+        values: Any = {"data": data, "history": history, "callbacks": callbacks}
+        self._save(state, step=step, metrics=metrics, **values)
 
-    def _save(self, state, step, data, history, callbacks, metrics, script=None, calls=None):
+    def _save(self, state, *, step, data, history, callbacks, metrics, script=None, calls=None):
         values = {"data": data, "history": history, "callbacks": callbacks, "script": script}
         self._job = _writing.start_save(self, state, step, values, metrics, calls)
         self._timer.restart()

@@ -125,8 +125,8 @@ def _settings_of(state: TrainState) -> Iterator[tuple[str, Setting]]:
     if (numbers := state.numbers) is not None:
         for number in numbers.layout.numbers:
             # Plain functions, for example optax's: their numbers are in no table.
-            leaves = number.schedule.leaves if number.schedule else ()
-            if functions := [f for f in leaves if f is not None]:
+            schedule_leaves = number.schedule.leaves if number.schedule else ()
+            if functions := [f for f in schedule_leaves if f is not None]:
                 code = ", ".join(map(code_text, functions))
                 yield f"the schedule of {number.flat_name}", Setting(code, Kind.SCHEDULE)
     code = code_text(state.plan.update)

@@ -250,7 +250,7 @@ class Source:
         self._count(rows_ahead[1][0])
         return rows_ahead
 
-    def again(self, n: int) -> None:
+    def count_repeated_epochs(self, n: int) -> None:
         """Count n epochs of data with a single batch, which is not read again."""
         self._count(n)
         self._batches, self.epoch, self.position = None, self.epoch + n, 0

@@ -39,7 +39,7 @@ CARDS: Final[dict[str, dict[str, Any]]] = {
     },
 }  # fmt: skip
 
-LIMITS = (
+LIMITS_TEXT = (
     "compiled without the card: products are not tuned and take no cuBLAS, cuDNN's attention does "
     "not compile, arrays in host memory are counted on the device"
 )

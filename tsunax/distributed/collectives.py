@@ -201,8 +201,8 @@ class Several(processes.Alone):
         self, where: str, things: Callable[[], Mapping[str, Any]], timeout: float | None = None
     ) -> None:
         parts: dict[str, str] = {}
-        for name, thing in things().items():
-            parts |= stable_text.parts_of(name, thing)
+        for name, value in things().items():
+            parts |= stable_text.parts_of(name, value)
         own_hash = stable_text.hash_of(json.dumps(parts).encode())
         if len(set(self.gather(where, own_hash, timeout))) == 1:
             return

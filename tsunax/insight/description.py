@@ -18,7 +18,7 @@ from tsunax._core import Device, Function, PyTree, checks, device_kinds, placeme
 from tsunax._state.state_text import leaf_rows
 from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax._step.updating import certainty_of
-from tsunax.devices.gpu_topologies import LIMITS
+from tsunax.devices.gpu_topologies import LIMITS_TEXT
 from tsunax.insight import _cost, _memory
 from tsunax.program import TrainStep, check_is_train_step
 from tsunax.run import fused_loop
@@ -145,7 +145,7 @@ def describe(
         recompiles=tuple(retrace_reasons(traces)),
         device=device.device_kind,
         devices=1 if mesh is None else mesh.size,
-        limits=LIMITS if is_absent_gpu else "",
+        limits=LIMITS_TEXT if is_absent_gpu else "",
         judged=_verdict_text(step, state) if isinstance(step, TrainStep) else "",
     )
 

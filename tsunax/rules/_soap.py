@@ -52,7 +52,8 @@ def _new_bases(stage: jax.Array, factors: Any, bases: Any, mesh: Mesh | None) ->
         return map_stacks(lambda x: jnp.linalg.qr(product(x))[0], stacked_pairs)
 
     eigenvectors = lambda x: jnp.linalg.eigh(x)[1][:, ::-1]
-    choices = [list, iterate_bases, lambda _: map_stacks(eigenvectors, factors)]
+    keep_bases, fresh_bases = list, lambda _: map_stacks(eigenvectors, factors)
+    choices = [keep_bases, iterate_bases, fresh_bases]
     return treedef.unflatten(jax.lax.switch(stage, choices, jax.tree.leaves(bases)))
 
 

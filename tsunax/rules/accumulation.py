@@ -23,7 +23,7 @@ from tsunax.rules.update_bounds import MadeOfRules
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False)
 class Window(guard.WindowState):
-    """State of `accumulate`. The verdict reads `emitted`: see `guard.emitted`."""
+    """State of `accumulate`. The verdict reads `emitted`: see `guard.moves_params`."""
 
     inner: PyTree  # the state of the rule inside
     sums: PyTree  # f32, like params: Σ weight · gradient of the calls in this window
@@ -106,8 +106,8 @@ class Gather(MadeOfRules):
 
         def apply():
             mean = weighted_sums.divided(sums, total, grads)
-            # Means over the window replace arguments of this call. A flush has no loss: there the
-            # means are added.
+            # Means over the window replace the `value` and the `grad` of this call, if it has them.
+            # A flush has no loss, so there the means are added.
             mean_arguments = {"value": value / total, "grad": mean}
             arguments = extra | {
                 name: x for name, x in mean_arguments.items() if name in extra or flush
@@ -127,7 +127,8 @@ class Gather(MadeOfRules):
         weight = 1.0 if survey.weight is None else survey.weight
         survey.need(state.weight + weight <= MAX_WEIGHT)
         # The sums of a window do not separate gradients and decay, so one bound is for both.
-        return survey.walk(self.update, state.inner, [(survey.flat(b, c), 0.0) for b, c in bounds])
+        joint_bounds = [(survey.joint_bound(b, c), 0.0) for b, c in bounds]
+        return survey.walk(self.update, state.inner, joint_bounds)
 
 
 def accumulate(

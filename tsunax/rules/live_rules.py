@@ -250,8 +250,9 @@ class LiveUpdate(MadeOfRules):
 
     def bounded(self, survey: Any, state: LiveState, bounds: list[Any]) -> list[Any]:
         table: Any = state.table
-        groups = (self.live.read(table[:, i], state.count) for i in range(state.groups))
-        rules = map(self.live.build, groups)
+        # the numbers of each group, and its rule
+        numbers = (self.live.read(table[:, i], state.count) for i in range(state.groups))
+        rules = map(self.live.build, numbers)
         survey.by_element &= state.groups == 1
         return [x for tx in rules for x in survey.walk(tx.update, state.inner, bounds, tx.init)]
 

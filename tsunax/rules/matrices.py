@@ -40,7 +40,8 @@ def map_matrices(f: Function, stacks: Sequence[jax.Array], mesh: Mesh) -> list[j
         split_points = np.cumsum([len(results[i]) for i in indices])
         # Padding gives each device the same number of matrices.
         padding = jnp.broadcast_to(results[indices[0]][:1], (-split_points[-1] % mesh.size, *shape))
-        # Join and split while the matrices themselves are cut, or XLA would gather all matrices.
+        # While matrices are joined and split, their rows and columns may stay cut (`free`), or XLA
+        # would gather all matrices.
         stack = with_spec(jnp.concatenate([*(results[i] for i in indices), padding]), free, free)
         # Results are cut along the longer axis that the devices divide, if there is one.
         cut_length = max((n for n in shape if n % mesh.size == 0), default=0)

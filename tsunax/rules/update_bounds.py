@@ -65,7 +65,7 @@ class Survey:
     def need(self, *conditions: Any) -> None:
         self.conditions += conditions
 
-    def flat(self, b: Scalar, c: Scalar) -> Scalar:
+    def joint_bound(self, b: Scalar, c: Scalar) -> Scalar:
         """One bound on updates and their decay, for a rule that does not separate the two."""
         if _is_static(c, 0):
             return b
@@ -120,7 +120,7 @@ def certain(
     # The closure or the state is not as in the versions of optax that this file was written for.
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise Undeclared(trees.describe_call(update)) from error
-    if np.ndim(is_certain):  # a number of optax may be an array, with one for each column
+    if np.ndim(is_certain):  # optax also takes arrays as numbers: a rate for each element, say
         is_certain = is_certain.all()
     is_certain = bool(is_certain) if isinstance(is_certain, np.bool_) else is_certain
     return is_certain, survey.by_element
@@ -166,7 +166,7 @@ def _averaged(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: An
     smallest_divisor = eps + kept_under_root**0.5
     survey.need(smallest_divisor >= TINY)
     # The bias correction divides an average by at least 1 - b1; nesterov adds a second average.
-    largest_average = _quotient(2 * survey.flat(b, c), 1 - n["b1"])
+    largest_average = _quotient(2 * survey.joint_bound(b, c), 1 - n["b1"])
     return _quotient(largest_average, smallest_divisor), 0.0
 
 
@@ -176,18 +176,18 @@ def _over_rms(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: An
         survey.need(_is_decay(n["decay"], of_squares=True), n["initial_scale"] >= 0)
     survey.need(n["eps"] >= TINY)
     smallest_divisor = n["eps"] ** 0.5 if n.get("eps_in_sqrt", True) else n["eps"]
-    return _quotient(survey.flat(b, c), smallest_divisor), 0.0
+    return _quotient(survey.joint_bound(b, c), smallest_divisor), 0.0
 
 
 def _trace(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
     survey.need(_is_decay(n["decay"]))
     # nesterov adds a gradient to the trace
-    return 2 * LONGEST * survey.flat(b, c), 0.0
+    return 2 * LONGEST * survey.joint_bound(b, c), 0.0
 
 
 def _ema(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
     survey.need(_is_decay(n["decay"]))
-    return _quotient(survey.flat(b, c), 1 - n["decay"]), 0.0
+    return _quotient(survey.joint_bound(b, c), 1 - n["decay"]), 0.0
 
 
 def _signs(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
@@ -195,7 +195,7 @@ def _signs(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) 
     if survey.is_complex and n.get("mode") == "smooth":  # tanh has poles off the real axis
         raise Undeclared("scale_by_lion(mode='smooth') of complex numbers")
     survey.need(
-        survey.flat(b, c) * abs(sharpness) <= survey.limit,
+        survey.joint_bound(b, c) * abs(sharpness) <= survey.limit,
         *(_is_decay(n[k]) for k in ("b1", "b2") if k in n),
     )
     return 1.0, 0.0
@@ -217,7 +217,7 @@ def _scaled(factor: Scalar, b: Scalar, c: Scalar) -> Any:
 def _clipped(n: dict[str, Any], survey: Survey, b: Scalar, c: Scalar, state: Any) -> Any:
     (bound,) = (n[name] for name in ("bound", "max_norm", "max_delta") if name in n)
     survey.need(bound > 0)
-    return survey.flat(b, c) + bound, 0.0
+    return survey.joint_bound(b, c) + bound, 0.0
 
 
 def _current_rate(schedule: Any, state: Any) -> Any:

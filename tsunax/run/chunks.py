@@ -92,21 +92,25 @@ class Forms:
     def form_of(self, leaves: list[Any], treedef: TreeDef, step: int, axes: int = 0) -> Form:
         """The form of a batch, or of several behind `axes` axes."""
 
-        def shape_of(x: Any) -> tuple[Any, Any]:  # check_batch refuses strings, without a shape
+        def type_of(x: Any) -> tuple[Any, Any]:
+            """Shape and dtype; () and None for a string, which `check_batch` refuses."""
             return getattr(x, "shape", ())[axes:], getattr(x, "dtype", None)
 
-        shapes = tuple(map(shape_of, leaves))
-        if (treedef, shapes) not in self._forms:
-            as_shape = lambda x, shape: x if shape[1] is None else jax.ShapeDtypeStruct(*shape)
-            batch = treedef.unflatten(map(as_shape, leaves, shapes))
+        types = tuple(map(type_of, leaves))
+        if (treedef, types) not in self._forms:
+            as_struct = lambda x, shape, dtype: (
+                x if dtype is None else jax.ShapeDtypeStruct(shape, dtype)
+            )
+            structs = [as_struct(x, *leaf_type) for x, leaf_type in zip(leaves, types, strict=True)]
+            batch = treedef.unflatten(structs)
             is_on_device = any(isinstance(x, jax.Array) for x in leaves)
             check_batch(batch, f"step {step}")
             bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
             self._first_batch = batch if self._first_batch is None else self._first_batch
             is_tail = batch is not self._first_batch and self._is_tail(batch, step)
             room = 2 if is_tail else self._room(bytes, is_on_device)  # a tail comes once an epoch
-            self._forms[treedef, shapes] = Form(room, bytes, is_tail)
-        return self._forms[treedef, shapes]
+            self._forms[treedef, types] = Form(room, bytes, is_tail)
+        return self._forms[treedef, types]
 
     def room_of(self, batch: PyTree) -> int:
         """The batches of a call for batches of this shape, which may be new."""
@@ -129,24 +133,25 @@ class Forms:
         if getattr(innermost(self._data), "has_few_shapes", False):
             return False  # a few shapes, by design
         row_shapes = [[(x.shape[1:], x.dtype) for x in jax.tree.leaves(b)] for b in (batch, first)]
-        differs_in_rows = row_shapes[0] == row_shapes[1]
+        differs_in_rows_alone = row_shapes[0] == row_shapes[1]
         if len(self._forms) >= MOST_SHAPES:
             got = f"shape number {MOST_SHAPES + 1}"
             fix = "pad to a few sizes, ts.data.pad and ts.data.interleave"
-            if differs_in_rows:
+            if differs_in_rows_alone:
                 fix = "ts.batches(arrays, batch_size), or pad the rows and name `mask` in loss_fn"
             fix = f"Each one compiles: {fix}."
             raise DataError(
                 "batch", f"step {step}", got, f"{MOST_SHAPES} shapes at most in a run", fix
             )
         # Batches with other numbers of rows warn when the number of shapes has doubled.
-        if not differs_in_rows or len(self._forms) in (2, 4, 8):
+        if not differs_in_rows_alone or len(self._forms) in (2, 4, 8):
             listed = lambda batch: ", ".join(map(trees.describe, jax.tree.leaves(batch)))
             warn(
                 f"{where}: {listed(batch)} after {listed(first)}, which compiles the step once more"
             )
         gathers = isinstance(self._data, Data) and self._data.gathers
-        return differs_in_rows and gathers and check_batch(batch) < check_batch(first)
+        may_be_tail = differs_in_rows_alone and gathers
+        return may_be_tail and check_batch(batch) < check_batch(first)
 
 
 def with_room(x: Any, size: int) -> Any:
@@ -172,7 +177,7 @@ def buffer_size(
     return int(max(2, min(bytes // max(batch_bytes, 1), most_batches, limits.interval)))
 
 
-def place(
+def put_on_devices(
     stack: fused_loop.Stacked, home: Any, step: Step, is_whole: bool = False
 ) -> fused_loop.Stacked:
     """Put stacked batches on the devices of the state.
@@ -305,8 +310,8 @@ class OneBatch(OfHost):
             placement.check_devices(stack.batches, home)
             stack = stack if isinstance(home, NamedSharding) else jax.device_put(stack, home)
         steps = int(min(steps, self.size, self._last_epoch - epoch))
-        source.again(steps)
-        self._copies = place(stack, home, self._step, self._is_whole)
+        source.count_repeated_epochs(steps)
+        self._copies = put_on_devices(stack, home, self._step, self._is_whole)
         return Chunk(self._copies, steps, np.arange(epoch, epoch + steps), 0)
 
     def forget(self) -> None:
@@ -332,7 +337,7 @@ class Stacks(OfHost):
         if not form.is_tail:
             self.size: int = form.room
         stack = fused_loop.Stacked(treedef.unflatten(with_room(x, form.room) for x in leaves))
-        stack = place(stack, home, self._step, self._is_whole)
+        stack = put_on_devices(stack, home, self._step, self._is_whole)
         return Chunk(stack, len(leaves[0]), epochs, form.room * form.bytes)
 
     def _over_epochs(self, steps: int) -> tuple[Any, np.ndarray]:

@@ -154,10 +154,10 @@ class Feed:
         """Whether an epoch has ended since the last call of this method.
 
         A loader of another library shows its end only in place of the next batch. With
-        `looks_ahead` that is read, unless an iterator without a position could lose it.
+        `looks_ahead` the next batch is read, unless an iterator without a position could lose it.
         """
         if not self._has_ended and self._is_at_end(looks_ahead):
-            # Reading the end moves the source to the next epoch, and so a save at this boundary.
+            # This moves the source to the next epoch, so that a save at this boundary begins there.
             self._has_ended = self.source.take(1) is None
             self._place = None
         has_ended, self._has_ended = self._has_ended, False
@@ -332,8 +332,8 @@ class Caller:
         new, home = dict(extra), placement.state_sharding(state)
         if self._placed_extra is not None:
             old, old_home = self._placed_extra
-            is_same = new.keys() == old.keys() and all(new[k] is old[k] for k in new)
-            if is_same and home == old_home:
+            are_unchanged = new.keys() == old.keys() and all(new[k] is old[k] for k in new)
+            if are_unchanged and home == old_home:
                 return
         self.extra = placement.place_extra(new, state)
         self._placed_extra = new, home

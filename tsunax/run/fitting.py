@@ -358,12 +358,14 @@ class Fit:
             rows_by_name = info_columns.at_rows(columns, rows)
             if self.options.steps_per_call is None:
                 # a compiled loop computes scheduled numbers itself; here, for the steps with a row
-                stack = lambda f, steps: jax.tree.map(lambda *x: np.array(x), *map(f, steps[rows]))
-                rows_by_name |= info_columns.scheduled(infos, state, stack)
+                stacked = lambda *numbers: np.array(numbers)
+                map_rows = lambda f, steps: jax.tree.map(stacked, *map(f, steps[rows]))
+                rows_by_name |= info_columns.scheduled(infos, state, map_rows)
             return rows_by_name | {name: np.full(len(rows), x) for name, x in numbers.items()}
 
         applied = np.flatnonzero(verdicts[:n] == 0)
-        is_due = ((steps % log_every == 0) | (steps == 1)) & (verdicts == 0) | is_measured
+        is_logged = (steps % log_every == 0) | (steps == 1)
+        is_due = (is_logged & (verdicts == 0)) | is_measured
         due = np.flatnonzero(is_due[:n])
         for rows in info_columns.in_rows(due, is_measured):
             run.rows.emit(rows_of(rows), steps[rows], is_applied=verdicts[rows[0]] == 0)

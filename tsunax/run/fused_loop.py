@@ -153,14 +153,14 @@ class Fused:
 
         # `n` are the counts of `chunks.count_of`: steps, and rejected steps in a row that end it.
         def train_steps(kind, moving, fixed, feed, n, extra):
-            whole = functools.partial(assemble_any, kind)
-            state, trace = whole(moving, fixed), None
-            changed: list[int] = []
+            assemble = functools.partial(assemble_any, kind)
+            state, trace = assemble(moving, fixed), None
+            changed: list[int] = []  # the numbers of fixed leaves that the step changes
             if isinstance(step, TrainStep):
                 trace = Traced.from_arguments("loop", shardings, state, {"batches": feed, **extra})
 
             def looped_step(moving, fixed, batch):
-                state, step_extra = whole(moving, fixed), extra
+                state, step_extra = assemble(moving, fixed), extra
                 if (mask := getattr(feed, "mask", None)) is not None:  # rows of padding on a mesh
                     from tsunax._step.on_mesh import masked
 
@@ -173,7 +173,7 @@ class Fused:
                 _, new, fixed_after = split_any(new)
                 pairs = zip(jax.tree.leaves(fixed_after), jax.tree.leaves(fixed), strict=True)
                 new_leaves = {i: x for i, (x, old) in enumerate(pairs) if x is not old}
-                changed[:] = new_leaves  # a result of the trace, which the loop below needs
+                changed[:] = new_leaves.keys()  # the trace finds them for the loop below
                 return new, [*new_leaves.values()], Infos.of_step(jax.tree.map(jnp.asarray, info))
 
             # traced once for the shapes and the loop
@@ -185,9 +185,11 @@ class Fused:
 
             def is_unfinished(carry):
                 i, moving, *_ = carry
-                if kind is None:
+                if (
+                    kind is None
+                ):  # another state than TrainState and States has no count of rejections
                     return i < n[0]
-                return (i < n[0]) & jnp.any(whole(moving, fixed).rejected_in_a_row < n[1])
+                return (i < n[0]) & jnp.any(assemble(moving, fixed).rejected_in_a_row < n[1])
 
             def body(carry):
                 i, moving, changed_leaves, infos = carry

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import itertools
 import math
 import operator
 import time
@@ -81,7 +80,7 @@ class Pace:
         self.gathered_calls: float = 0.0  # calls that only gathered a gradient (`rules.accumulate`)
         self._excluded_seconds: float = 0.0
         self._excluded_steps: int = 0
-        # of the last reads: (clock without excluded seconds, steps done), and (examples, steps)
+        # for each of the last reads (clock without excluded seconds, steps done), (examples, steps)
         self._timings: Pairs = collections.deque(maxlen=RECENT_READS)
         self._examples: Pairs = collections.deque(maxlen=RECENT_READS)
 
@@ -210,11 +209,12 @@ class History:
             return
         steps, mask, span = self["step"], np.full(n, False), 1
         rare_rows = [i for rows, _ in columns if 2 * len(rows) < n for i in rows]
-        mask[rare_rows if len(rare_rows) < n // 4 else []] = True
+        if len(rare_rows) < n // 4:
+            mask[rare_rows] = True
         frequent_rows = np.flatnonzero(~mask)
-        while np.sum(first := np.diff(steps[frequent_rows] // span, prepend=-1) != 0) > n // 2:
+        while np.sum(is_first := np.diff(steps[frequent_rows] // span, prepend=-1) != 0) > n // 2:
             span *= 2
-        mask[frequent_rows[first]] = True
+        mask[frequent_rows[is_first]] = True
         mask[[rows[-1] for rows, _ in columns]] = True
         new_rows = np.cumsum(mask) - 1
         self._steps = _array("q", steps[mask])
@@ -259,8 +259,9 @@ class History:
         self.marks.append((int(step), str(name), str(text)))
         if len(self.marks) > MOST_MARKS:
             names = [name for _, name, _ in self.marks]
-            frequent, number = max(dict.fromkeys(names), key=names.count), itertools.count()
-            self.marks = [x for x in self.marks if x[1] != frequent or next(number) % 2 == 0]
+            frequent = max(dict.fromkeys(names), key=names.count)
+            dropped = {*[i for i, name in enumerate(names) if name == frequent][1::2]}
+            self.marks = [x for i, x in enumerate(self.marks) if i not in dropped]
 
     @property
     def names(self) -> list[str]:

@@ -136,10 +136,11 @@ class _TextFile(_Log):
         self.close()
         content = self.path.read_bytes() if self.path.exists() else b""
         *lines, last_line = content.decode(errors="replace").split("\n")
-        # a file that begins with a cut line may have a part of a beginning, or zeros after a crash
-        beginning = f"{lines[0]}," if lines else last_line.strip("\0")
-        is_cut = lambda x: not lines and x.startswith(beginning)
-        is_match = lambda x: beginning.startswith(x) or is_cut(x)
+        # A crash may have cut the first line, or left zeros in it. The comma is for a CSV file with
+        # the column "step" alone.
+        first_line = f"{lines[0]}," if lines else last_line.strip("\0")
+        is_cut = lambda beginning: not lines and beginning.startswith(first_line)
+        is_match = lambda beginning: first_line.startswith(beginning) or is_cut(beginning)
         if "\ufffd" in "".join(lines) or not any(map(is_match, self._BEGINNINGS)):
             raise SaveError(
                 str(self.path),

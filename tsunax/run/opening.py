@@ -87,15 +87,24 @@ def begin(
     _check_last_batch(step, options, feed, start)
     # The order of a boundary: commands, evaluation, functions and parts of users, rows, progress,
     # the save, and the answers to commands.
-    in_order = (*parts, run.rows, progress, *saving)
+    boundary_order = (*parts, run.rows, progress, *saving)
     # The watch ends last: it sees the wait for the last save, and the error of any other part.
     begin_order = (*_watch(options, agreement), progress, run.rows, *parts, *saving)
     interrupt = _interrupt(options, saver, agreement) if rewound is None else rewound.interrupt
     if rewound is not None and rewound.signal:
         # A signal that came before the rewind ends the run after the rewind.
         interrupt.requests.add(("end", rewound.signal))
-    orders = in_order, begin_order
-    fit = Fit(step, options, feed, run, *orders, agreement, beginning, interrupt=interrupt)
+    fit = Fit(
+        step,
+        options,
+        feed,
+        run,
+        parts=boundary_order,
+        begin_order=begin_order,
+        agreement=agreement,
+        beginning=beginning,
+        interrupt=interrupt,
+    )
     _compare(fit)
     if rewound is None and restart is not None and restart.step is not None:
         if not fit.has_nothing_to_do():
@@ -112,7 +121,7 @@ def _compare(fit: Fit) -> None:
     fit.agreement.start(
         {"step": fit.step, "evaluate": options.evaluate, "callbacks": [*options.callbacks]},
         {"state": fit.run.state, "extra": dict(options.extra)},
-        options=options.deciding(),
+        options=options.deciding_settings(),
         # parts with a cadence: the same on all processes
         parts=[x for x in cadences if x[1] != str(Cadence())],
         place=fit.feed.source.state(),
@@ -200,8 +209,9 @@ def _progress(state: PyTree, options: Options, feed: Feed, start: int) -> Any:
     from tsunax.run.progress import progress
 
     total = options.goal.steps or feed.steps_to(options.goal.epochs or 0, start)
-    emitted = (guard.emitted(s.opt_state) is not None for s in training_states(state).values())
-    if options.goal.epochs and any(emitted):
+    states = training_states(state).values()
+    have_windows = (guard.moves_params(s.opt_state) is not None for s in states)
+    if options.goal.epochs and any(have_windows):
         total = None  # a step is several calls, and the number of calls without a step is unknown
     has_display = options.progress and processes.current().is_first
     return progress(has_display, total, start, seconds=options.clock.seconds)
@@ -229,17 +239,24 @@ def _check_last_batch(step: Step, options: Options, feed: Feed, start: int) -> N
 
 
 def _settings(
-    step: Step, state: PyTree, start: int, options: Options, saver: Any, log: Any, closing: bool
+    step: Step,
+    state: PyTree,
+    start: int,
+    options: Options,
+    saver: Any,
+    log: Any,
+    logs_row_again: bool,
 ) -> dict[str, Any]:
-    """The settings that a logger with the file `log` gets; for `closing` see `Rows.reopen`."""
+    """The settings that a logger with the file `log` gets; for `logs_row_again` see `Rows`."""
     from tsunax.hyper import hyperparams
 
     settings = {"goal": str(options.goal), "start": start}
     settings |= {"jax": jax.__version__, "devices": jax.device_count()}
     if saver is not None and saver.run_id:
-        # Loggers delete rows from this step on: a process wrote them and ended before it saved, or,
-        # if `closing`, the end of the run wrote them. A new run makes the row of step 0 again.
-        rows_from = start if closing or start == 0 else start + 1
+        # Loggers delete rows from this step on: a process may have written rows after `start`, and
+        # ended before it saved them. If `logs_row_again`, or in a new run, loggers get the row
+        # of `start`, too.
+        rows_from = start if logs_row_again or start == 0 else start + 1
         settings |= {"run_id": saver.run_id, "rows_from": rows_from}
         settings |= saver.copied_run(log)
     names = ("accumulate", "on_nonfinite")

@@ -62,7 +62,7 @@ class Options:
     max_bad: int
     signals: Sequence[str]
     extra: Mapping[str, Any]
-    dry_run: bool  # every callback is called at the end, also before its steps and events
+    dry_run: bool  # at its end every callback is called, also one that no event has called
     progress: bool
     history: History | None
     resume: str
@@ -155,7 +155,7 @@ class Options:
     def places(self) -> list[int]:
         return [place for f in self.callbacks for place in getattr(f, "at", ())]
 
-    def deciding(self) -> dict[str, Any]:
+    def deciding_settings(self) -> dict[str, Any]:
         """Settings that decide when a call ends: the same on all processes."""
         names = "evaluate_every log_every steps_per_call max_bad dry_run places"
         settings = {name: getattr(self, name) for name in names.split()}

@@ -48,7 +48,8 @@ class Part:
     @property
     def cadence(self) -> Cadence:
         """The parsed `every`, which a user may change. Only another value is parsed again."""
-        nothing_parsed = self, Cadence()  # no `every` is the part itself
+        # No `every` is the part itself, so the first call parses.
+        nothing_parsed = self, Cadence()
         parsed_every, cadence = vars(self).get("_parsed", nothing_parsed)
         if parsed_every is not self.every:
             cadence = cadence_of(self.every, type(self).__name__, "every")

@@ -142,7 +142,16 @@ def go_back(saving: Any, run: Any) -> Restored:
     script.pop("stop", None)
     memory = memory_after(saving, restored)
     plain_history, metrics = history.plain(), saver.metrics().get(step, {})
-    saver._save(state, step, place, plain_history, memory, metrics, script, calls=calls)
+    saver._save(
+        state,
+        step=step,
+        data=place,
+        history=plain_history,
+        callbacks=memory,
+        metrics=metrics,
+        script=script,
+        calls=calls,
+    )
     saver.wait()
     run.note(f"rewind to step {step}, {text}")
     new = {"state": state, "data": None, "history": plain_history, "callbacks": memory}

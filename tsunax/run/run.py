@@ -193,19 +193,25 @@ class Run:
 class Rows(EachBoundary):
     """The rows of a run. An evaluation and callbacks may still add numbers to the newest row."""
 
+    # When loggers get the row of a step:
+    #   at a boundary of the step     after the evaluation and the callbacks
+    #   without a boundary            when the next row begins
+    #   at a start, save or timer, and at the last step of the run: the row is held back, because a
+    #                                 next boundary of the same step may add numbers
+    #   after a resume at the step    not again, unless `reopen` sets `logs_row_again`
+    #   at the end of the run         with the numbers of the end, which a run that continues drops
     run: Any
     options: Options
-    settings: Function  # `(path, has_closing_row)` -> the settings that a logger gets at the start
+    settings: Function  # `(path, logs_row_again)` -> the settings that a logger gets at the start
     step: int = -1  # the step of the newest row
     flushed_step: int = -1  # the step of the last row that the loggers got
-    resumed_row: int = -1  # the step of a row that loggers got before the run was resumed there
+    step_logged_before_resume: int = -1  # loggers do not get the row of this step again
     # if the newest applied step has no row: a function that makes its row, and the step
     pending: tuple[Callable[[], dict[str, float]], int] | None = None
-    is_closed: bool = False  # whether further numbers belong to the end of the run only
-    # Whether loggers do not get this row yet: a next boundary at the same step may add numbers.
-    is_open: bool = False
-    is_last_row: bool = False  # whether the run ends at this boundary, or at the next
-    has_closing_row: bool = False  # see `reopen`
+    adds_to_end: bool = False  # whether further numbers belong to the end of the run only
+    is_held_back: bool = False  # whether loggers do not get this row yet
+    is_at_last_step: bool = False  # whether the run ends at this boundary, or at the next
+    logs_row_again: bool = False  # whether loggers get the row of a resumed step again
     opened: list[Any] = field(default_factory=list)  # loggers that have begun
 
     def begin(self, run: Any) -> None:
@@ -213,24 +219,23 @@ class Rows(EachBoundary):
             self.opened.append(logger)
             if hasattr(logger, "start"):
                 path = getattr(logger, "path", "")
-                logger.start(self.settings(path, self.has_closing_row))
+                logger.start(self.settings(path, self.logs_row_again))
 
     def at(self, run: Any, events: list[str]) -> None:
         is_end = "end" in events
         if is_end and run.stopped:
             reason = INTERRUPTED if run.interrupted else run.stopped
             run.history.mark("stop", run.step, reason)
-        self.is_last_row = bool(run.stopped) or self.options.goal.reached(run.step, run.epoch)
+        self.is_at_last_step = bool(run.stopped) or self.options.goal.reached(run.step, run.epoch)
         if "epoch" in events:
             # A run was resumed at the last step of an epoch, and the epoch ended without a further
             # step. The row of this step has another epoch now, so loggers get it again.
-            self.resumed_row = -1
+            self.step_logged_before_resume = -1
         # A start, a save or a timer may come at the last step of an epoch: then the boundary of the
         # epoch adds numbers to this row, also in a run that is resumed from the save.
-        self.is_open = not is_end and (
-            self.is_last_row or set(events) <= {"start", "save", "clock"}
-        )
-        if not self.is_open or self.step != run.step:
+        may_get_numbers = self.is_at_last_step or set(events) <= {"start", "save", "clock"}
+        self.is_held_back = not is_end and may_get_numbers
+        if not self.is_held_back or self.step != run.step:
             self.flush()
 
     def end(self, run: Any, error: BaseException | None) -> None:
@@ -276,32 +281,34 @@ class Rows(EachBoundary):
     def record(self, row: Mapping[str, float], step: int) -> None:
         """Add numbers to the history. A run that continues drops the numbers of its end."""
         history = self.run.history
-        add = history.close if self.is_closed else history.add
+        add = history.close if self.adds_to_end else history.add
         add(row, step)
 
-    def reopen(self, step: int, has_last_row: bool) -> None:
+    def reopen(self, step: int, may_lack_row: bool) -> None:
         """Remove the numbers of the end of the run from the history, because the run continues.
 
-        Sets `has_closing_row`: whether loggers get the row of `step` again, because the removal
-        may have changed the row, or because the run was saved before loggers got the row.
+        Sets `logs_row_again`: whether loggers get the row of `step` again, because the removal may
+        have changed the row, or because they `may_lack_row`: the run was saved while the row was
+        held back, or is at its end.
         """
         run, history = self.run, self.run.history
         closing_step, numbers = history.reopen()
         run.metrics = {name: history.last(name) for name in history.names}
         row = history._numbers_at(step)
-        if closing_step != step and not has_last_row:  # loggers have this row already
-            self.resumed_row = step if row else -1
+        has_changed = closing_step == step
+        if not has_changed and not may_lack_row:  # loggers have this row already
+            self.step_logged_before_resume = step if row else -1
             return
         if numbers:  # the row of the end, for a run that ends before its next step
             self.pending = (lambda: numbers), step
-        self.step, run.row, self.has_closing_row = step, row, True
+        self.step, run.row, self.logs_row_again = step, row, True
 
     def close(self) -> None:
         """Add the row of the last step, also if `log_every` does not divide it.
 
         If loggers already have a row of this step, the numbers go to the history alone.
         """
-        self.is_closed = True
+        self.adds_to_end = True
         if self.pending is None:
             return
         (row_of, step), self.pending = self.pending, None
@@ -326,7 +333,7 @@ class Rows(EachBoundary):
         saves, the row is in the first.
         """
         history = self.run.history
-        if self.is_last_row and self.pending is not None:
+        if self.is_at_last_step and self.pending is not None:
             row_of, step = self.pending
             history = copy.deepcopy(history)
             history.close(row_of(), step)
@@ -339,7 +346,7 @@ class Rows(EachBoundary):
         media, self.run.media = self.run.media, {}
         self.flushed_step = self.step if row or media else self.flushed_step
         clock, step = self.options.clock, self.step
-        for logger in self.options.loggers if step != self.resumed_row else ():
+        for logger in self.options.loggers if step != self.step_logged_before_resume else ():
             full_row = row | (media if getattr(logger, "media", False) is True else {})
             if full_row:
                 with clock("callbacks", logger), blamed("logger", logger, self.run, step):

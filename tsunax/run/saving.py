@@ -47,7 +47,9 @@ class Restart:
 
     saver: Checkpoints
     restored: Restored
-    is_in_hand: bool  # whether the run starts from the user's state, not behind the checkpoint
+    # whether the run starts from the state given to `fit`, which is as far as the checkpoint or
+    # further
+    is_in_hand: bool
     script: dict[str, Any]  # see `checkpoints.script_settings.script_of`
     like: PyTree  # the state of the script
 
@@ -66,7 +68,7 @@ class Restart:
         script = script_settings.script_of(step, state, data, options.extra)
         if is_in_hand and options.history is not None:
             restored = dataclasses.replace(restored, history=None)
-        return cls(saver, restored, is_in_hand, script, state)
+        return cls(saver, restored, is_in_hand=is_in_hand, script=script, like=state)
 
     @property
     def step(self) -> int | None:
@@ -97,9 +99,9 @@ class Restart:
         """The history and the memory of callbacks. CheckpointError if your own loop saved them."""
         restored = self.restored
         try:
-            data = restored.data
-            if data is not None:  # raises if `fit` did not save it
-                _ = operator.index(data["epoch"]), operator.index(data["position"])
+            data_place = restored.data
+            if data_place is not None:  # raises if `fit` did not save it
+                _ = operator.index(data_place["epoch"]), operator.index(data_place["position"])
             callbacks = {} if restored.callbacks is None else restored.callbacks
             memory = {key: {**x} for key, x in callbacks.items()}
             history = None if restored.history is None else History.of(restored.history)
@@ -259,7 +261,9 @@ class Saving(EachBoundary):
         with self.options.clock("checkpoint"):
             self._look_at_data(run)
             checkpoint = go_back(self, run)
-        run.restart = Restart(self.saver, checkpoint, False, self.script, self.like)
+        run.restart = Restart(
+            self.saver, checkpoint, is_in_hand=False, script=self.script, like=self.like
+        )
 
     def _save(self, run: Run, place: dict[str, Any], is_end: bool) -> None:
         """Save the state, the place of the data, rows, memory of callbacks and facts of the run."""
@@ -269,12 +273,12 @@ class Saving(EachBoundary):
             run.rows.sync()
             self.saver._save(
                 run.state,
-                run.step,
-                place,
-                run.rows.saved_history(),
-                self.memory,
-                run.rows.numbers_at(run.step),
-                self._script_of(run, is_end),
+                step=run.step,
+                data=place,
+                history=run.rows.saved_history(),
+                callbacks=self.memory,
+                metrics=run.rows.numbers_at(run.step),
+                script=self._script_of(run, is_end),
             )
         for timer in self.timers:
             timer.restart()
@@ -323,7 +327,7 @@ class Saving(EachBoundary):
         script = self.script | {
             # The end of an interrupted run has no evaluation, also if a callback had stopped it.
             "has_ended": is_end and not run.interrupted,
-            "has_open_row": run.rows.is_open,
+            "has_open_row": run.rows.is_held_back,
             "is_fresh": self.was_fresh if run.has_made_step is None else run.has_made_step,
             "is_looped": self.options.steps_per_call is not None,
             "edits": dump_edits(self.edits),

@@ -43,7 +43,7 @@ def check_compared_steps(are_good: Iterable[Any], where: str, batch: Any = ()) -
     """Raise DataError if nothing that was compared is finite and was applied."""
     if not any(np.any(x) for x in are_good):
         got = "a run in which every step was rejected or not finite"
-        fix = f"Nothing was compared: give data that it trains on. {guard.in_batch(batch)}"
+        fix = f"Nothing was compared: give data that it trains on. {guard.fault_in_batch(batch)}"
         raise DataError("batch", where, got, "one step at least", fix.rstrip())
 
 

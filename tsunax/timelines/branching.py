@@ -59,7 +59,15 @@ def branched(
     with Checkpoints(into, keep_last=None) as new:
         history = history_until(saved.history(), step)
         history.mark("branch", step, ", ".join([f"of {saved.checkpoints.path}", *changes]))
-        new._save(state, step, place, history.plain(), memory, {}, facts)
+        new._save(
+            state,
+            step=step,
+            data=place,
+            history=history.plain(),
+            callbacks=memory,
+            metrics={},
+            script=facts,
+        )
 
 
 def _memory(saved: SavedRun, step: int) -> dict[str, Any]:
