@@ -582,6 +582,24 @@ def test_optunas_pruners(optuna, mode):
     assert found.best.value == 1 and sum(t.status == "pruned" for t in found.trials) > 8
 
 
+@pytest.mark.parametrize("name", ["SuccessiveHalvingPruner", "HyperbandPruner"])
+def test_a_pruner_that_keeps_notes_prunes_the_same_trials_again(optuna, tmp_path, name):
+    """Rungs are notes in the trials, and the brackets of Hyperband depend on the name of the study."""
+    make = {
+        "SuccessiveHalvingPruner": lambda pruner: pruner(reduction_factor=2),
+        "HyperbandPruner": lambda pruner: pruner(max_resource=9),
+    }[name]
+    options = dict(backend="optuna", space={"rate": SPACE["rate"]})
+    pruner = lambda: make(getattr(optuna.pruners, name))
+    objective = lambda rate, report: [report(step, rate + rate * 100 % 1 / step) for step in range(1, 10)] and rate
+    whole = tune(objective, trials=16, pruner=pruner(), **options)
+    assert {t.status for t in whole.trials} == {"done", "pruned"}
+    assert told(tune(objective, trials=16, pruner=pruner(), **options)) == told(whole)
+    for trials in (7, 16):
+        resumed = tune(objective, trials=trials, pruner=pruner(), directory=tmp_path, **options)
+    assert told(resumed) == told(whole)
+
+
 def test_what_is_not_finite_is_pruned_and_never_the_best(optuna):
     def objective(trial, rate, report):
         report(1, math.nan if trial == 1 else 1.0)

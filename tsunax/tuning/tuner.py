@@ -216,9 +216,8 @@ class _Sweep:
         members = zip(group, outcomes, reports, strict=True)
         for (i, values), member_outcome, trial_reports in members:
             trial = _trials.as_trial(i, values, member_outcome, self.metric, trial_reports, seconds)
-            self.journal.end(trial, self.space)
-            if self.search is not None:
-                self.search.end(trial)
+            search_notes = self.search.end(trial) if self.search is not None else {}
+            self.journal.end(trial, self.space, search_notes)
             if trial.cause is not None:
                 self.bar.note(f"trial {i}: {trial.cause}")
         done_values = [t.value for t in self.journal.trials.values() if t.status == "done"]
