@@ -27,6 +27,7 @@ from tsunax.errors import (
     HyperparameterError,
     LossError,
     NonFiniteError,
+    RowError,
     StateError,
     WrongTypeError,
 )
@@ -565,6 +566,44 @@ def test_metrics_with_a_number_for_each_row(per_call):
     expected = errors(init(), (X[:8], Y[:8]))
     np.testing.assert_allclose([rows[f"row/{i}"][0] for i in range(8)], expected, rtol=1e-6)
     assert np.isfinite(rows["row/3"]).all() and np.isnan(rows["row/4"]).tolist() == [False, True, False, True]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A metric that computes to a dict: of a number, an array, and a tuple."""
+
+    total: jax.Array
+    squares: jax.Array
+
+    def merge(self, other):
+        return Spread(self.total + other.total, self.squares + other.squares)
+
+    def compute(self):
+        return {"total": self.total, "both": jnp.stack([self.total, self.squares]), "pair": (self.total, self.squares)}
+
+
+@pytest.mark.parametrize("per_call", [2, None])
+def test_names_of_a_metric_with_several_numbers_are_those_of_an_evaluation(per_call):
+    def loss_fn(params, batch):
+        loss = jnp.mean((predict(params, batch[0]) - batch[1]) ** 2)
+        return ts.Loss(loss * 8, 8.0, {"spread": Spread(loss, loss**2)})
+
+    _, history = fit(ts.train_step(loss_fn), fresh(), data(), steps=1, steps_per_call=per_call)
+    numbers = ts.evaluate(ts.eval_step(loss_fn), fresh(), [(X[:8], Y[:8])])
+    names = [name for name in numbers if name != "loss"]
+    assert names == [f"spread/{name}" for name in ("both/0", "both/1", "pair/0", "pair/1", "total")]
+    assert {*names} < {*history.names}
+
+    def step(state, batch, wrap):
+        return state, wrap(jnp.mean(batch))
+
+    for info, name in {tuple: "loss/1", lambda x: {"twice": list(x)}: "twice/1"}.items():
+        several = functools.partial(step, wrap=lambda x, info=info: info((x, 2 * x)))
+        rows = fit(several, X[0], [X[:8]] * 3, steps=3, log_every=1, steps_per_call=per_call)[1]
+        np.testing.assert_allclose(rows[name], np.full(3, 2 * X[:8].mean()), rtol=1e-5)
+    with pytest.raises(RowError, match="'loss' at step: got Spread with total, squares, expected numbers"):
+        fit(functools.partial(step, wrap=lambda x: Spread(x, x)), X[0], [X[:8]], steps=1, steps_per_call=per_call)
 
 
 SPARED = {  # a call with bad rows in its batch at step 3
