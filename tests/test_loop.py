@@ -1806,6 +1806,26 @@ def test_memory_follows_its_callback(tmp_path):
     assert history.series("calls")[1].tolist() == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: callbacks.every(2, f),
+        lambda f: callbacks.throttle(f, 0.0),
+        lambda f: callbacks.every((2, "epoch"), callbacks.throttle(f, 0.0)),
+    ],
+)
+def test_memory_follows_the_function_in_a_wrapper(tmp_path, wrap):
+    def odd(run):
+        run.memory["odd"] = run.memory.get("odd", 1) + 2
+
+    def even(run):
+        run.memory["even"] = run.memory.get("even", 0) + 2
+        assert "odd" not in run.memory
+
+    for steps, functions in ((4, (odd, even)), (8, (even, odd))):
+        fit(STEP, fresh(), data(), steps=steps, callbacks=[*map(wrap, functions)], checkpoint=tmp_path)
+
+
 def test_applied_steps_are_in_the_history_of_an_error():
     rows, seen = [(X[:8], Y[:8])] * 25, []
     log = lambda row, step: seen.append(step)
