@@ -807,6 +807,7 @@ U = spaces.uniform(0, 1)
         (lambda: tune(sampler=1), HyperparameterError, r"backend at tune\(\): got random, expected 'optuna'"),
         (lambda: tune(pruner="median"), HyperparameterError, r"backend at tune\(\)"),
         (lambda: tune(vectorized="rate", backend="optuna"), HyperparameterError, r"backend at tune\(\)"),
+        (lambda: tune(vectorized="rates"), HyperparameterError, r"vectorized at tune\(\): got 'rates'.*mean 'rate'"),
         # the call
         (lambda: tune(trials=0), HyperparameterError, r"trials at tune\(\): got 0, expected an int ≥ 1"),
         (lambda: tune(trials=2.5), WrongTypeError, r"trials at tune\(\): got 2.5"),
