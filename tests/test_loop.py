@@ -1136,6 +1136,17 @@ FITS = {
         r"logger at fit\(\): got files .*a\.csv, .*a\.csv, expected a file for each",
     ),
     "logger of one": (dict(steps=2, logger=lambda row: 1), r"logger at fit\(\): .*, expected f\(row, step=...\)"),
+    "logger of a path": (dict(steps=2, logger="a.csv"), r"logger at fit\(\): got 'a.csv' \(str\), expected f\("),
+    "evaluate by a name": (dict(steps=2, evaluate="val"), r"evaluate at fit\(\): got 'val' \(str\), expected f\("),
+    "callback None": (dict(steps=2, callbacks=[None]), r"callback at fit\(\): got None, expected f\(run\), or"),
+    "callback of two": (
+        dict(steps=2, callbacks=lambda run, info: 1),
+        r"callback at fit\(\): got <lambda>\(run, info\), expected f\(run\), or a callbacks.Part",
+    ),
+    "no Part": (
+        dict(steps=2, callbacks=SimpleNamespace(every=2, at=print)),
+        r"callback at fit\(\): got SimpleNamespace.*, expected f\(run\), or a callbacks.Part",
+    ),
     "log_every": (dict(steps=2, log_every=0), r"log_every at fit\(\): got 0"),
     "per call": (dict(steps=2, steps_per_call="many"), r"steps_per_call at fit\(\): got 'many'"),
     "max_bad": (dict(steps=2, max_bad=True), r"max_bad at fit\(\): got True"),

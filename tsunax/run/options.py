@@ -110,6 +110,7 @@ class Options:
                     expected="a function",
                     fix=f"Call it: {f.__name__}(...).",
                 )
+            checks.check_takes("callback", where, f, "f(run), or a callbacks.Part", None)
         for f in self.loggers:
             checks.check_takes("logger", where, f, "f(row, step=...)", {}, step=0)
         paths = [str(f.path) for f in self.loggers if hasattr(f, "path")]
