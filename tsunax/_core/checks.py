@@ -244,7 +244,7 @@ def parameters_of(f: Callable) -> list[inspect.Parameter]:
 
 
 def check_takes(what: str, where: str, f: Callable, expected: str, *args: Any, **kw: Any) -> None:
-    """Raise WrongTypeError unless `f` is a function whose signature accepts these arguments."""
+    """Raise WrongTypeError unless `f` is a function that accepts these arguments."""
     try:
         inspect.signature(f).bind(*args, **kw)
     except TypeError:
