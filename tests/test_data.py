@@ -1178,6 +1178,7 @@ MESSAGES = {
     ),
     "lists": (lambda: batches({"x": [1, 2]}, 2), "leaf at arrays['x'][0]: got 1 (int), expected an array"),
     "size 0": (lambda: batches(np.ones(3), 0), "batch_size at batches(): got 0 (int), expected an int of 1 or"),
+    "seed -1": (lambda: batches(np.ones(3), 1, seed=-1), "seed at batches(): got -1, expected an int ≥ 0"),
     "size 2.0": (lambda: batches(np.ones(3), 2.0), "batch_size at batches(): got 2.0 (float), expected an int of"),
     "shuffle": (
         lambda: batches(np.ones(3), 2, shuffle="yes"),

@@ -27,6 +27,7 @@ from tsunax.errors import (
     HyperparameterError,
     LossError,
     NonFiniteError,
+    RowError,
     StateError,
     WrongTypeError,
 )
@@ -565,6 +566,44 @@ def test_metrics_with_a_number_for_each_row(per_call):
     expected = errors(init(), (X[:8], Y[:8]))
     np.testing.assert_allclose([rows[f"row/{i}"][0] for i in range(8)], expected, rtol=1e-6)
     assert np.isfinite(rows["row/3"]).all() and np.isnan(rows["row/4"]).tolist() == [False, True, False, True]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A metric that computes to a dict: of a number, an array, and a tuple."""
+
+    total: jax.Array
+    squares: jax.Array
+
+    def merge(self, other):
+        return Spread(self.total + other.total, self.squares + other.squares)
+
+    def compute(self):
+        return {"total": self.total, "both": jnp.stack([self.total, self.squares]), "pair": (self.total, self.squares)}
+
+
+@pytest.mark.parametrize("per_call", [2, None])
+def test_names_of_a_metric_with_several_numbers_are_those_of_an_evaluation(per_call):
+    def loss_fn(params, batch):
+        loss = jnp.mean((predict(params, batch[0]) - batch[1]) ** 2)
+        return ts.Loss(loss * 8, 8.0, {"spread": Spread(loss, loss**2)})
+
+    _, history = fit(ts.train_step(loss_fn), fresh(), data(), steps=1, steps_per_call=per_call)
+    numbers = ts.evaluate(ts.eval_step(loss_fn), fresh(), [(X[:8], Y[:8])])
+    names = [name for name in numbers if name != "loss"]
+    assert names == [f"spread/{name}" for name in ("both/0", "both/1", "pair/0", "pair/1", "total")]
+    assert {*names} < {*history.names}
+
+    def step(state, batch, wrap):
+        return state, wrap(jnp.mean(batch))
+
+    for info, name in {tuple: "loss/1", lambda x: {"twice": list(x)}: "twice/1"}.items():
+        several = functools.partial(step, wrap=lambda x, info=info: info((x, 2 * x)))
+        rows = fit(several, X[0], [X[:8]] * 3, steps=3, log_every=1, steps_per_call=per_call)[1]
+        np.testing.assert_allclose(rows[name], np.full(3, 2 * X[:8].mean()), rtol=1e-5)
+    with pytest.raises(RowError, match="'loss' at step: got Spread with total, squares, expected numbers"):
+        fit(functools.partial(step, wrap=lambda x: Spread(x, x)), X[0], [X[:8]], steps=1, steps_per_call=per_call)
 
 
 SPARED = {  # a call with bad rows in its batch at step 3
@@ -1154,6 +1193,17 @@ FITS = {
         r"logger at fit\(\): got files .*a\.csv, .*a\.csv, expected a file for each",
     ),
     "logger of one": (dict(steps=2, logger=lambda row: 1), r"logger at fit\(\): .*, expected f\(row, step=...\)"),
+    "logger of a path": (dict(steps=2, logger="a.csv"), r"logger at fit\(\): got 'a.csv' \(str\), expected f\("),
+    "evaluate by a name": (dict(steps=2, evaluate="val"), r"evaluate at fit\(\): got 'val' \(str\), expected f\("),
+    "callback None": (dict(steps=2, callbacks=[None]), r"callback at fit\(\): got None, expected f\(run\), or"),
+    "callback of two": (
+        dict(steps=2, callbacks=lambda run, info: 1),
+        r"callback at fit\(\): got <lambda>\(run, info\), expected f\(run\), or a callbacks.Part",
+    ),
+    "no Part": (
+        dict(steps=2, callbacks=SimpleNamespace(every=2, at=print)),
+        r"callback at fit\(\): got SimpleNamespace.*, expected f\(run\), or a callbacks.Part",
+    ),
     "log_every": (dict(steps=2, log_every=0), r"log_every at fit\(\): got 0"),
     "per call": (dict(steps=2, steps_per_call="many"), r"steps_per_call at fit\(\): got 'many'"),
     "max_bad": (dict(steps=2, max_bad=True), r"max_bad at fit\(\): got True"),
@@ -1822,6 +1872,26 @@ def test_memory_follows_its_callback(tmp_path):
     both = [callbacks.time_limit(1e6), count]
     _, history = fit(STEP, fresh(), data(), steps=8, callbacks=both, checkpoint=tmp_path, log_every=1)
     assert history.series("calls")[1].tolist() == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda f: callbacks.every(2, f),
+        lambda f: callbacks.throttle(f, 0.0),
+        lambda f: callbacks.every((2, "epoch"), callbacks.throttle(f, 0.0)),
+    ],
+)
+def test_memory_follows_the_function_in_a_wrapper(tmp_path, wrap):
+    def odd(run):
+        run.memory["odd"] = run.memory.get("odd", 1) + 2
+
+    def even(run):
+        run.memory["even"] = run.memory.get("even", 0) + 2
+        assert "odd" not in run.memory
+
+    for steps, functions in ((4, (odd, even)), (8, (even, odd))):
+        fit(STEP, fresh(), data(), steps=steps, callbacks=[*map(wrap, functions)], checkpoint=tmp_path)
 
 
 def test_applied_steps_are_in_the_history_of_an_error():

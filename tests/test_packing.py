@@ -11,7 +11,7 @@ import pytest
 import tsunax as ts
 from tests.helpers import assert_trees_close, assert_trees_equal
 from tsunax.data.cursors import as_source
-from tsunax.errors import DataError, WrongTypeError
+from tsunax.errors import DataError, HyperparameterError, WrongTypeError
 
 RNG = np.random.default_rng(0)
 TEXTS = [RNG.integers(1, 50, n).astype(np.int32) for n in RNG.integers(1, 33, 200)]
@@ -229,11 +229,12 @@ def test_a_run_compiles_once_for_each_shape_and_resumes(tmp_path):
         (lambda: ts.data.pad([3, [1, 2]], [2]), r"^sequences\[0\] at pad\(\): got int64\[\], expected"),
         (lambda: ts.data.pack([([1, 2], 0), ([1], 1)], 4), r"^sequences\[0\] at pack\(\): got tuple of 2, expected one value for each token."),
         (lambda: ts.data.interleave([]), r"^parts at interleave\(\): got none"),
+        (lambda: ts.data.interleave([ts.batches(np.ones(2), 1)], -1), r"^seed at interleave\(\): got -1, expected an int ≥ 0"),
         (lambda: ts.data.interleave([[np.ones(2)]]), r"^parts\[0\] at interleave\(\): got list of 1"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_packed_is_told(call, text):
-    with pytest.raises((DataError, WrongTypeError), match=text):
+    with pytest.raises((DataError, HyperparameterError, WrongTypeError), match=text):
         call()
 
 

@@ -445,7 +445,9 @@ def test_what_follows_the_clock_and_changes_the_run_is_warned_of(tmp_path, clock
         fit(2, checkpoint=saver, **given)
     fit(2, **given)  # nobody acts on its numbers
     change = ts.callbacks.every("1 h", lambda run: ts.adjust(run.state, learning_rate=0.2))
-    with pytest.warns(UserWarning, match=r"every\(interval='1 h'\) changed the state when its duration had passed"):
+    with pytest.warns(
+        UserWarning, match=r"every\(interval='1 h', fn=.*\) changed the state when its duration had passed"
+    ):
         fit(4, endless(), callbacks=[jumps(clock, {2: 3600}), change], steps_per_call=1)
     fit(4, callbacks=ts.callbacks.every((2, "1 h"), lambda run: ts.adjust(run.state, learning_rate=0.2)))
 

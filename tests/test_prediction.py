@@ -138,6 +138,22 @@ def test_rows_that_get_no_or_another_place_are_said():
     np.testing.assert_allclose(found, ts.predict(model, make(), [X])["y"][data.order(0)], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("wrap", [lambda data: data, ts.prefetch])
+def test_rows_of_interleaved_data_are_put_back_by_their_numbers(wrap):
+    texts = [np.arange(1, n + 1) for n in (3, 7, 1, 5, 2, 7, 4)]
+    sizes = ((2, True), (3, False))
+    parts = zip(ts.data.pad(texts, [4, 8]).values(), sizes, strict=True)
+    data = ts.data.interleave([ts.batches(x, n, drop_remainder=drop, seed=1) for x, (n, drop) in parts])
+    state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(())})
+    f = lambda params, batch: (jnp.sum(batch.values, 1), batch.indices)
+    with pytest.warns(UserWarning, match=r"interleave draws the order .* prediction i is of row indices\[i\]"):
+        sums, indices = ts.predict(f, state, wrap(data))
+    assert sums.tolist() == [texts[i].sum() for i in indices] and len({*indices.tolist()}) == 7
+    data = ts.data.interleave([ts.batches(np.ones((5, 1), np.float32), 2, drop_remainder=True)])
+    with pytest.warns(UserWarning, match="leaves out 1 of 5 rows"), pytest.warns(UserWarning, match="interleave"):
+        ts.predict(lambda params, batch: batch, state, wrap(data))
+
+
 @pytest.mark.parametrize(
     ("f", "kind", "text"),
     [

@@ -582,6 +582,24 @@ def test_optunas_pruners(optuna, mode):
     assert found.best.value == 1 and sum(t.status == "pruned" for t in found.trials) > 8
 
 
+@pytest.mark.parametrize("name", ["SuccessiveHalvingPruner", "HyperbandPruner"])
+def test_a_pruner_that_keeps_notes_prunes_the_same_trials_again(optuna, tmp_path, name):
+    """Rungs are notes in the trials, and the brackets of Hyperband depend on the name of the study."""
+    make = {
+        "SuccessiveHalvingPruner": lambda pruner: pruner(reduction_factor=2),
+        "HyperbandPruner": lambda pruner: pruner(max_resource=9),
+    }[name]
+    options = dict(backend="optuna", space={"rate": SPACE["rate"]})
+    pruner = lambda: make(getattr(optuna.pruners, name))
+    objective = lambda rate, report: [report(step, rate + rate * 100 % 1 / step) for step in range(1, 10)] and rate
+    whole = tune(objective, trials=16, pruner=pruner(), **options)
+    assert {t.status for t in whole.trials} == {"done", "pruned"}
+    assert told(tune(objective, trials=16, pruner=pruner(), **options)) == told(whole)
+    for trials in (7, 16):
+        resumed = tune(objective, trials=trials, pruner=pruner(), directory=tmp_path, **options)
+    assert told(resumed) == told(whole)
+
+
 def test_what_is_not_finite_is_pruned_and_never_the_best(optuna):
     def objective(trial, rate, report):
         report(1, math.nan if trial == 1 else 1.0)
@@ -789,6 +807,7 @@ U = spaces.uniform(0, 1)
         (lambda: tune(sampler=1), HyperparameterError, r"backend at tune\(\): got random, expected 'optuna'"),
         (lambda: tune(pruner="median"), HyperparameterError, r"backend at tune\(\)"),
         (lambda: tune(vectorized="rate", backend="optuna"), HyperparameterError, r"backend at tune\(\)"),
+        (lambda: tune(vectorized="rates"), HyperparameterError, r"vectorized at tune\(\): got 'rates'.*mean 'rate'"),
         # the call
         (lambda: tune(trials=0), HyperparameterError, r"trials at tune\(\): got 0, expected an int ≥ 1"),
         (lambda: tune(trials=2.5), WrongTypeError, r"trials at tune\(\): got 2.5"),

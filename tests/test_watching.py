@@ -265,6 +265,21 @@ def test_only_loggers_with_media_get_them_and_the_history_keeps_numbers(tmp_path
     np.testing.assert_array_equal(read_png((tmp_path / lines[7]["seen/image"]).read_bytes()), image)
 
 
+def test_each_image_of_a_jsonl_file_has_its_own_file(tmp_path):
+    """Names that differ in a sign, and runs without a checkpoint, which have no folder of their own."""
+    images = [np.full((2, 2), level, np.uint8) for level in (1, 2, 3)]
+    path = tmp_path / "rows.jsonl"
+    for row in ({"a/b": images[0], "a_b": images[1]}, {"a/b": images[2]}):
+        logger = ts.loggers.jsonl(path)
+        logger({name: ts.loggers.Image(image) for name, image in row.items()}, step=5)
+        logger.close()
+    rows = list(map(json.loads, path.read_text().splitlines()))
+    saved_images = [
+        read_png((tmp_path / rows[i][name]).read_bytes()) for i, name in ((0, "a/b"), (0, "a_b"), (1, "a/b"))
+    ]
+    np.testing.assert_array_equal(np.squeeze(saved_images), images)
+
+
 def test_a_tracker_converts_media_for_its_library():
     _, media = media_row()
     logged = []

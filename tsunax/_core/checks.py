@@ -244,11 +244,12 @@ def parameters_of(f: Callable) -> list[inspect.Parameter]:
 
 
 def check_takes(what: str, where: str, f: Callable, expected: str, *args: Any, **kw: Any) -> None:
-    """Raise WrongTypeError if the signature of `f` does not accept these arguments."""
+    """Raise WrongTypeError unless `f` is a function that accepts these arguments."""
     try:
         inspect.signature(f).bind(*args, **kw)
     except TypeError:
-        raise WrongTypeError(what, where, trees.describe_call(f), expected) from None
+        got = trees.describe_call(f) if callable(f) else trees.describe(f)
+        raise WrongTypeError(what, where, got, expected) from None
     except ValueError:  # some builtins have no signature
         pass
 

@@ -71,14 +71,15 @@ def summary(row: Mapping[str, float], digits: Callable[[float], str] = short) ->
     return texts
 
 
-def flat(values: Mapping[str, Any], root: str = "") -> dict[str, float]:
+def flat(values: Mapping[Any, Any], root: str = "") -> dict[str, float]:
     """Numbers by name: in a mapping by both names, in an array by its elements, `name/0`, ..."""
     numbers: dict[str, float] = {}
     for name, value in values.items():
+        value = dict(enumerate(value)) if isinstance(value, list | tuple) else value
         if isinstance(value, Mapping):
             numbers |= flat(value, f"{root}{name}/")
         elif np.ndim(value):
             numbers |= {f"{root}{name}/{i}": float(x) for i, x in enumerate(np.ravel(value))}
         else:
-            numbers[root + name] = float(value)
+            numbers[f"{root}{name}"] = float(value)
     return numbers

@@ -9,7 +9,6 @@ epoch and batch. This file uses no states and no steps.
 
 import functools
 import math
-import operator
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -275,7 +274,7 @@ def batches(
     data = Batches(
         arrays,
         int(batch_size),
-        seed=operator.index(seed),
+        seed=checks.check_count(seed, where, "seed", least=0),
         shuffle=bool(shuffle),
         drop_remainder=drop_remainder,
         process=process,

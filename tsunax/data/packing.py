@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 import numpy as np
 
-from tsunax._core import PyTree, TreeDef, Where, patterns, trees
+from tsunax._core import PyTree, TreeDef, Where, checks, patterns, trees
 from tsunax.data import order
 from tsunax.data.batching import Batches
 from tsunax.data.positions import Positioned
@@ -255,4 +255,4 @@ def interleave(parts: Sequence[Batches] | Mapping[Any, Batches], seed: int = 0) 
             )
     if not parts:
         raise DataError("parts", "interleave()", "none", "one at least")
-    return Interleaved(parts, seed)
+    return Interleaved(parts, checks.check_count(seed, "interleave()", "seed", least=0))

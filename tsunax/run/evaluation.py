@@ -205,7 +205,7 @@ def predict(
         each.
 
     Raises LossError for outputs without these rows, DataError for data without a batch. Warns of
-    rows that `drop_remainder=True` leaves out, and of shuffled `ts.batches`.
+    rows that `drop_remainder=True` leaves out, of shuffled `ts.batches`, and of `interleave`.
 
     >>> import jax.numpy as jnp, numpy as np, tsunax as ts
     >>> state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.array([1.0, 2.0])})
@@ -357,8 +357,14 @@ def _on_host(outputs: PyTree, rows: tuple[slice, ...]) -> PyTree:
 def _warn_of_rows(data: Any) -> None:
     """Warn of rows that have no prediction, or another place than in the arrays."""
     settings = getattr(data, "settings", {})
-    if settings.get("drop_remainder") and (rows := settings["rows"] % settings["batch_size"]):
-        warn(f"predict(): drop_remainder=True leaves out {rows} of {settings['rows']} rows.")
+    for part in settings.get("parts", [settings]):
+        if part.get("drop_remainder") and (rows := part["rows"] % part["batch_size"]):
+            warn(f"predict(): drop_remainder=True leaves out {rows} of {part['rows']} rows.")
+    if "parts" in settings:
+        warn(
+            "predict(): ts.data.interleave draws the order of its batches. Return batch.indices of "
+            "ts.data.pad beside the outputs: prediction i is of row indices[i]."
+        )
     if settings.get("shuffle"):
         warn(
             "predict(): the data are shuffled, so prediction i is of row data.order(0)[i]. "

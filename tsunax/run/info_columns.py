@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Function, PyTree, Scalar, TreeDef, tables
+from tsunax._core import Function, PyTree, Scalar, TreeDef, tables, trees
 from tsunax.errors import RowError
 from tsunax.rules.number_table import Numbers
 from tsunax.run.history import OF_FIT
@@ -223,7 +223,7 @@ def columns(infos: PyTree) -> dict[str, Any]:
         )
     by_name: dict[str, Any] = {}
     for name, x in (numbers | rejected).items():
-        by_name |= {} if x is None else by_element(name, x)
+        by_name |= by_element(name, x)
     return by_name
 
 
@@ -236,7 +236,19 @@ def _numbers_of(info: StepInfo) -> dict[str, Any]:
 
 
 def by_element(name: str, x: Any) -> dict[str, Any]:
-    """A column for each element of a metric by class, or by member; one array if too many."""
+    """A column for each element of a metric by class, or by member; one array if too many.
+
+    The numbers in a dict, a list or a tuple have both names, as in `evaluate`. Raises RowError for
+    other objects.
+    """
+    if isinstance(x, Mapping | list | tuple):
+        parts = x.items() if isinstance(x, Mapping) else enumerate(x)
+        parts_by_name = (by_element(f"{name}/{key}", part) for key, part in parts)
+        return {name: column for columns in parts_by_name for name, column in columns.items()}
+    if x is None:
+        return {}
+    if not hasattr(x, "shape"):
+        raise RowError(repr(name), "step", trees.describe(x), "numbers, or a dict of numbers")
     flat = np.reshape(x, (len(x), -1))
     if np.ndim(x) == 1 or flat.shape[1] > MOST_COLUMNS:
         return {name: x if np.ndim(x) == 1 else flat}

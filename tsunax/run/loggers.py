@@ -31,6 +31,7 @@ import shutil
 import socket
 import struct
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -270,8 +271,10 @@ class jsonl(_TextFile):
             return value.text if isinstance(value, Text) else value
         folder = self.path.with_name(f"{self.path.name}.media") / self._run_id
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"{step}-{re.sub(r'[^A-Za-z0-9_-]', '_', name)}.png"
-        durable_files.write_whole(path, value.png())  # an ended process may have written it
+        image, plain_name = value.png(), re.sub(r"[^A-Za-z0-9_-]", "_", name)
+        # The checksum keeps images of other names and of other runs without a `run_id` apart.
+        path = folder / f"{step}-{plain_name}-{zlib.crc32(image):08x}.png"
+        durable_files.write_whole(path, image)  # an ended process may have written it
         return str(path.relative_to(self.path.parent))
 
     def _note(self, settings: Mapping[str, Any]) -> None:

@@ -110,6 +110,7 @@ class Options:
                     expected="a function",
                     fix=f"Call it: {f.__name__}(...).",
                 )
+            checks.check_takes("callback", where, f, "f(run), or a callbacks.Part", None)
         for f in self.loggers:
             checks.check_takes("logger", where, f, "f(row, step=...)", {}, step=0)
         paths = [str(f.path) for f in self.loggers if hasattr(f, "path")]
@@ -187,17 +188,18 @@ def is_bare(callback: object) -> bool:
 
 
 def _name(callback: Any) -> str:
-    """A name that the same callback has in every process: its type and its plain fields.
+    """A name that the same callback has in every process: its type, plain fields and functions.
 
     Checkpoints have it, too: a field with `repr=False` is left out, such as a password.
     """
+    if function_name := getattr(callback, "__qualname__", ""):
+        return function_name
     fields = dataclasses.fields(callback) if dataclasses.is_dataclass(callback) else ()
-    values = ((field.name, getattr(callback, field.name)) for field in fields if field.repr)
-    plain_fields = [
-        f"{name}={x!r}" for name, x in values if isinstance(x, bool | int | float | str)
-    ]
-    function_name = getattr(callback, "__qualname__", type(callback).__name__)
-    return f"{function_name}({', '.join(plain_fields)})" if plain_fields else function_name
+    values = {field.name: getattr(callback, field.name) for field in fields if field.repr}
+    texts = {k: repr(x) for k, x in values.items() if isinstance(x, bool | int | float | str)}
+    texts |= {k: _name(x) for k, x in values.items() if callable(x)}
+    type_name = type(callback).__name__
+    return f"{type_name}({', '.join(f'{k}={x}' for k, x in texts.items())})" if texts else type_name
 
 
 def is_callback_due(callback: Any, event: str, step: int) -> bool:

@@ -35,8 +35,9 @@ class Part:
     `run` is the run that callbacks get, with step, state, history, `log` and `stop`; `metrics` has
     the newest number of each column, `info` is the info of the last step. Each
     part has its own `run.memory`, which is saved with the run under the name of the part: its type,
-    and for a dataclass the numbers and texts in its fields, but not those with `repr=False`. All
-    processes call all parts, in a dry run, too, and an exception of a part ends the run.
+    and for a dataclass the numbers, texts and functions in its fields, but not those with
+    `repr=False`. All processes call all parts, in a dry run, too, and an exception of a part ends
+    the run.
     """
 
     #: How often the part needs a boundary: a number of steps, "epoch", "2 epochs", "10 minutes", or

@@ -56,11 +56,13 @@ class Journal:
                 self.close()
                 raise
 
-    def end(self, trial: _trials.Trial, space: Mapping[str, Any]) -> None:
+    def end(
+        self, trial: _trials.Trial, space: Mapping[str, Any], search_notes: Mapping[str, Any]
+    ) -> None:
         """A trial has ended; it is on the disk when this returns. Raises SaveError."""
         if self.study is not None:
             try:
-                self.study.add_trial(_as_optuna_trial(trial, space))
+                self.study.add_trial(_as_optuna_trial(trial, space, search_notes))
             except Exception as error:  # Optuna's lock raises RuntimeError for some errors of disks
                 fix = f"The same command goes on with trial {trial.index}."
                 place = str(self.path)
@@ -189,7 +191,9 @@ def _as_trial(optuna_trial: Any) -> _trials.Trial:
     return _trials.Trial(**fields, status=status, reports=dict(optuna_trial.intermediate_values))
 
 
-def _as_optuna_trial(trial: _trials.Trial, space: Mapping[str, Any]) -> Any:
+def _as_optuna_trial(
+    trial: _trials.Trial, space: Mapping[str, Any], search_notes: Mapping[str, Any]
+) -> Any:
     states = {"done": "COMPLETE", "pruned": "PRUNED", "failed": "FAIL"}
     field_names = ("index", "values", "value", "metrics", "cause", "seconds")
     fields = {name: getattr(trial, name) for name in field_names}
@@ -203,6 +207,7 @@ def _as_optuna_trial(trial: _trials.Trial, space: Mapping[str, Any]) -> Any:
         params={name: parameter(name, trial.values[name]) for name in drawn_entries},
         distributions={name: _distribution(entry) for name, entry in drawn_entries.items()},
         user_attrs={_ATTRIBUTES_KEY: fields},
+        system_attrs=dict(search_notes),
         intermediate_values=trial.reports,
     )
 
@@ -225,7 +230,8 @@ class Search:
         fixed_or_new = lambda seed: sampler or optuna.samplers.TPESampler(seed=seed)
         self.make_sampler = sampler if callable(sampler) else fixed_or_new
         pruner, direction = pruner or optuna.pruners.NopPruner(), f"{about['mode']}imize"
-        self.study = _created(pruner=pruner, direction=direction)
+        # `HyperbandPruner` draws the brackets of trials from the name, which is random by default.
+        self.study = _created(study_name=_STUDY_NAME, pruner=pruner, direction=direction)
         if journal.study is not None:
             self.study.add_trials(_our_trials(journal.study))
 
@@ -242,9 +248,14 @@ class Search:
             self.trial.report(value, step)
             return self.trial.should_prune()
 
-    def end(self, trial: _trials.Trial) -> None:
-        state = _as_optuna_trial(trial, self.space).state
-        self.study.tell(self.trial, trial.value if trial.status == "done" else None, state)
+    def end(self, trial: _trials.Trial) -> Mapping[str, Any]:
+        """Tell Optuna how a trial ended. Returns the notes of its sampler and pruner in the trial.
+
+        A resumed search needs these notes: `SuccessiveHalvingPruner` compares the rungs in them.
+        """
+        state = _as_optuna_trial(trial, self.space, {}).state
+        value = trial.value if trial.status == "done" else None
+        return self.study.tell(self.trial, value, state).system_attrs
 
 
 def suggested_values(trial: Any, space: Mapping[str, Any]) -> dict[str, Any]:

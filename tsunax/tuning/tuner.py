@@ -19,7 +19,7 @@ import numpy as np
 from tsunax._core import StrPath, checks, durable_files, libraries, processes
 from tsunax._core.interrupts import Interrupt, in_notebook
 from tsunax.checkpoints import script_settings
-from tsunax.errors import HyperparameterError, warn
+from tsunax.errors import HyperparameterError, unknown, warn
 from tsunax.run import progress as _progress
 from tsunax.tuning import _study, _trials, spaces
 
@@ -99,6 +99,9 @@ def tune(
     reserved_arguments = _trials.reserved_arguments_of(objective, None, len)
     inspect.signature(objective).bind(**dict.fromkeys(space), **reserved_arguments)
     names = (vectorized,) if isinstance(vectorized, str) else tuple(vectorized)
+    for name in names:
+        if name not in space:
+            raise HyperparameterError(unknown("vectorized", where, name, space))
     is_optuna = backend == "optuna"
     if (is_optuna and names) or (not is_optuna and (sampler or pruner)):
         expected = "'optuna' for a sampler or pruner, and not for vectorized names"
@@ -216,9 +219,8 @@ class _Sweep:
         members = zip(group, outcomes, reports, strict=True)
         for (i, values), member_outcome, trial_reports in members:
             trial = _trials.as_trial(i, values, member_outcome, self.metric, trial_reports, seconds)
-            self.journal.end(trial, self.space)
-            if self.search is not None:
-                self.search.end(trial)
+            search_notes = self.search.end(trial) if self.search is not None else {}
+            self.journal.end(trial, self.space, search_notes)
             if trial.cause is not None:
                 self.bar.note(f"trial {i}: {trial.cause}")
         done_values = [t.value for t in self.journal.trials.values() if t.status == "done"]
