@@ -148,6 +148,20 @@ def test_the_line_of_a_run_that_went_back_twice(tmp_path, name):
     assert line.audit(*line.steps[-2:]) == []
 
 
+def test_a_branch_has_the_edits_of_calls_that_its_parent_left(tmp_path):
+    """Replays of these calls begin at the first state, because the branch has none of their checkpoints."""
+
+    def change(run):
+        return ts.adjust(run.state, learning_rate=1e-3) if int(run.state.calls) == 9 else None
+
+    prints, *_ = a_run(tmp_path / "a", [back_after(11, back=3), ts.callbacks.every(1, change)])
+    make_line = lambda name: timeline(tmp_path / name, NOISY, a_state, batches())
+    make_line("a").branch(16, tmp_path / "b", skip=1)
+    line = make_line("b")
+    calls = 8, 9, 10, 11, 12, 16
+    assert {c: fingerprint(line.at(calls=c)) for c in calls} == {c: prints.by_calls[c] for c in calls}
+
+
 class Killed(BaseException):
     pass
 

@@ -6,7 +6,15 @@ import numpy as np
 
 from tsunax._core import StrPath, Where
 from tsunax.checkpoints import leaves
-from tsunax.checkpoints.edits import SKIP, Departure, Edit, dump_edits, edit_of, layout_of
+from tsunax.checkpoints.edits import (
+    SKIP,
+    Departure,
+    Edit,
+    dump_edits,
+    edit_of,
+    edits_of_line,
+    layout_of,
+)
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.errors import CheckpointError, StateError
 from tsunax.hyper import adjust
@@ -35,13 +43,13 @@ def branched(
     step = moment.step
     memory = _memory(saved, step)
     state = adjust(moment.state, where, **numbers) if numbers else moment.state
-    edits = saved.edits()[: moment.edit_count]
+    edits = _edits_until(saved, moment)
     if (edit := edit_of(moment.state, state, step, moment.calls, "branch()")) is not None:
         edits.append(edit)
     changes = [f"{name}={x}" for name, x in numbers.items()]
     if skip:
         changes.append(f"{skip} batches left out")
-        departure = Departure(step, moment.calls, len(edits), {SKIP: skip})
+        departure = Departure(step, moment.calls, len(edits_of_line(edits)), {SKIP: skip})
         source, layout = f"branch(), {changes[-1]}", layout_of(leaves.tree_of(state))
         edits.append(Edit(step, moment.calls, source, {}, layout, departure))
     saved_script = {} if saved.newest is None else saved.script(saved.newest)
@@ -60,6 +68,17 @@ def branched(
         history = history_until(saved.history(), step)
         history.mark("branch", step, ", ".join([f"of {saved.checkpoints.path}", *changes]))
         new._save(state, step, place, history.plain(), memory, {}, facts)
+
+
+def _edits_until(saved: SavedRun, moment: Moment) -> list[Edit]:
+    """The record of edits of a run up to a moment of its line.
+
+    It keeps the edits of calls that rewinds left, because `line.at(calls=)` reaches these calls.
+    """
+    record = saved.all_edits(saved.newest)
+    line = edits_of_line(record)[: moment.edit_count]
+    last_number = (i for i, edit in enumerate(record, 1) if line and edit is line[-1])
+    return record[: next(last_number, 0)]
 
 
 def _memory(saved: SavedRun, step: int) -> dict[str, Any]:
