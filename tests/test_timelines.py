@@ -624,6 +624,22 @@ def test_a_run_that_goes_on_with_another_rate_has_a_line(tmp_path):
         line.at(3)
 
 
+def test_a_run_that_goes_on_with_a_frozen_leaf_has_a_line(tmp_path):
+    """Before the freeze, a replay freezes nothing, and an edit finds the leaves of a state without flags."""
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    freeze = lambda: ts.freeze(toys.state(), "w")
+    change = lambda run: ts.adjust(run.state, learning_rate=0.02) if run.step == 10 else None
+    options = {"callbacks": [ts.callbacks.every(10, change)], "every": 4}
+    first, _ = a_run(tmp_path / "a", step, toys.state, data(), steps=16, **options)
+    with pytest.warns(UserWarning, match="edited in the script"):
+        second, _ = a_run(tmp_path / "a", step, freeze, data(), steps=24, **options)
+    line = timeline(tmp_path / "a", step, freeze, data())
+    prints = first | second
+    same = {k: fingerprint(line.at(k)) == prints[k] for k in (8, 9, 12, 15, 17, 24)}
+    assert all(same.values()), same
+    assert line.audit(8, 12) == []
+
+
 def test_the_calls_before_an_exception_are_part_of_the_line_or_refused(tmp_path):
     step, data, prints = ts.train_step(toys.loss_fn), ts.batches(toys.X, 8), {}
 
