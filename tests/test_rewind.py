@@ -162,6 +162,19 @@ def test_a_branch_has_the_edits_of_calls_that_its_parent_left(tmp_path):
     assert {c: fingerprint(line.at(calls=c)) for c in calls} == {c: prints.by_calls[c] for c in calls}
 
 
+def test_no_replay_crosses_a_rewind_to_before_an_edit_of_the_script(tmp_path):
+    """The checkpoint of the rewind is deleted; one before it is kept, and a replay from it would miss the edit."""
+    slower = lambda: ts.setup(ts.rules.sgd(0.02), {"w": jnp.ones(8)}, key=jax.random.key(1))
+    a_run(tmp_path / "a", [], steps=12)
+    with pytest.warns(UserWarning, match="edited in the script"):
+        prints, *_ = a_run(tmp_path / "a", [back_after(15, back=6, factor=1.0)], slower)
+    shutil.rmtree(tmp_path / "a" / "8")
+    line = timeline(tmp_path / "a", NOISY, slower, batches())
+    assert {k: fingerprint(line.at(k)) for k in (12, 20)} == {k: prints.by_step[k] for k in (12, 20)}
+    with pytest.raises(StateError, match="no record at step 8"):
+        line.at(9)
+
+
 class Killed(BaseException):
     pass
 

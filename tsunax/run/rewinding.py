@@ -126,7 +126,9 @@ def go_back(saving: Any, run: Any) -> Restored:
     edit = dataclasses.replace(
         edit, departure=Departure(run.step, calls, edit_count, recorded_place)
     )
-    if recorded_place is None or not edit.is_exact(restored.state, state, saving.like):
+    # Numbers that the script has edited since that checkpoint are in `restored.state` already.
+    is_exact = not restored.is_edited and edit.is_exact(restored.state, state, saving.like)
+    if recorded_place is None or not is_exact:
         edit = dataclasses.replace(edit, values=None)
     history = History() if restored.history is None else History.of(restored.history)
     history.mark("rewind", step, text)
