@@ -393,6 +393,28 @@ def test_what_cannot_go_back_is_said(tmp_path):
     assert history["step"].tolist() == [1, 2, 3, 4]
 
 
+def test_a_run_that_could_never_go_back_is_refused_before_its_first_step(tmp_path):
+    started = []
+
+    def step(state, batch):
+        started.append(int(state.step))
+        return NOISY(state, batch)
+
+    rewind = ts.callbacks.rewind(lambda run: False)
+    fixed_rate = ts.setup(ts.rules.add_decayed_weights(0.1), {"w": jnp.ones(8)}, key=jax.random.key(0))
+    orbax = ts.Checkpoints(tmp_path / "orbax", store="orbax")
+    cases = [
+        (a_state(), None, "got none"),
+        (a_state(), orbax, "files on a disk"),
+        (fixed_rate, tmp_path / "a", "a live"),
+    ]
+    for state, checkpoint, text in cases:
+        options = {"checkpoint": checkpoint, "callbacks": [rewind], "steps_per_call": None, "progress": False}
+        with pytest.raises((CheckpointError, HyperparameterError), match=text):
+            ts.fit(step, state, batches(), steps=4, **options)
+    assert not started
+
+
 class Counter(ts.callbacks.Part):
     """A part that counts its boundaries, also those that a rewind left."""
 
