@@ -1247,6 +1247,13 @@ def test_a_command_for_another_start_is_refused(tmp_path):
     assert inbox.mailbox.names() == []
 
 
+def test_commands_of_one_second_keep_their_order(tmp_path):
+    mailbox = mailboxes.FolderMailbox(tmp_path)
+    mailbox.prepare()
+    names = [mailbox.send(b"{}") for _ in range(12)]
+    assert mailbox.names() == names
+
+
 def test_a_folder_of_commands_that_is_a_link_is_not_used(tmp_path):
     (tmp_path / "elsewhere").mkdir(mode=0o755)
     (tmp_path / "a").mkdir()
