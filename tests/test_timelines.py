@@ -809,6 +809,27 @@ def test_a_branch_with_nothing_changed_has_the_bits_of_its_parent(tmp_path, k):
         again.branch(20, tmp_path / "c")
 
 
+@pytest.mark.filterwarnings("ignore:edited in the script")
+def test_a_branch_from_before_an_edit_of_the_script_goes_on_with_the_script_of_its_step(tmp_path):
+    """Also if a checkpoint near the step is damaged. The rate that a callback set is no edit of the script."""
+    make = lambda rate: lambda: ts.setup(ts.rules.sgd(rate), {"w": jnp.ones(8)})
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    change = lambda run: ts.adjust(run.state, learning_rate=0.01) if run.step == 3 else None
+    options = {"callbacks": [ts.callbacks.every(3, change)], "every": 4}
+    prints, _ = a_run(tmp_path / "a", step, make(0.1), data(), steps=12, **options)
+    a_run(tmp_path / "a", step, make(0.02), data(), steps=16, **options)
+    line = timeline(tmp_path / "a", step, make(0.1), data())
+    line.branch(8, tmp_path / "b")
+    (tmp_path / "a" / "8" / "manifest.json").write_bytes(b"")
+    line.branch(9, tmp_path / "c")
+    line.branch(9, tmp_path / "d", learning_rate=0.001)
+    for name in "bc":
+        branch_prints, _ = a_run(tmp_path / name, step, make(0.1), data(), steps=11, **options)
+        assert branch_prints[11] == prints[11]
+    state = ts.Checkpoints(tmp_path / "d", read_only=True).restore(make(0.1)()).state
+    assert ts.hyperparams(state)["learning_rate"] == np.float32(0.001)
+
+
 def test_a_branch_at_the_end_of_its_parent_has_the_bits_of_the_parent_that_goes_on(tmp_path):
     """The parent drops the evaluation and the row of its end, and so does the branch."""
     step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8, shuffle=True, seed=1)

@@ -52,13 +52,16 @@ def branched(
         departure = Departure(step, moment.calls, len(edits_of_line(edits)), {SKIP: skip})
         source, layout = f"branch(), {changes[-1]}", layout_of(leaves.tree_of(state))
         edits.append(Edit(step, moment.calls, source, {}, layout, departure))
-    saved_script = {} if saved.newest is None else saved.script(saved.newest)
-    facts = {name: saved_script[name] for name in KEPT_FACTS if name in saved_script}
+    newest_script = {} if saved.newest is None else saved.script(saved.newest)
     changes_before = {
         name: change
-        for name, change in saved_script.get("untold_changes", {}).items()
+        for name, change in newest_script.get("untold_changes", {}).items()
         if change[1] < moment.calls
     }
+    # The script may have been edited after the moment, so its facts are of the checkpoint before.
+    earlier_step = _neighbors(saved, step)[0]
+    script = newest_script if earlier_step is None else saved.script(earlier_step)
+    facts = {name: script[name] for name in KEPT_FACTS if name in script}
     parent = {"path": str(saved.checkpoints.path), "step": step, "edits": changes}
     facts |= {"parent": parent, "untold_changes": changes_before, "edits": dump_edits(edits)}
     facts |= {"is_fresh": True, "has_ended": False}
@@ -81,14 +84,19 @@ def _edits_until(saved: SavedRun, moment: Moment) -> list[Edit]:
     return record[: next(last_number, 0)]
 
 
+def _neighbors(saved: SavedRun, step: int) -> tuple[int | None, int | None]:
+    """The checkpoint at a step or before it, and the one after it, among those that can be read."""
+    steps = saved.steps
+    earlier_step = saved.first_readable(s for s in reversed(steps) if s <= step)
+    return earlier_step, saved.first_readable(s for s in steps if s > step)
+
+
 def _memory(saved: SavedRun, step: int) -> dict[str, Any]:
     """The memory of callbacks at a step. StateError if they have some, and it is not saved."""
-    if step in saved.steps:
-        return saved.values(step).callbacks or {}
-    steps_before = [s for s in saved.steps if s < step]
-    steps_after = [s for s in saved.steps if s > step]
-    neighbors = [*steps_before[-1:], *steps_after[:1]]
-    memories = {s: saved.values(s).callbacks or {} for s in neighbors}
+    neighbors = _neighbors(saved, step)
+    memories = {s: saved.values(s).callbacks or {} for s in neighbors if s is not None}
+    if step in memories:
+        return memories[step]
     has_memory = lambda memory: any(x for name, x in memory.items() if name != ADJUSTED)
     if any(map(has_memory, memories.values())):
         got, expected = f"step {step}, of which no memory of callbacks is saved", "a saved step"
