@@ -484,6 +484,13 @@ def test_a_replay_of_data_without_a_position_is_refused(tmp_path):
             line.at(k)
 
 
+def test_a_consumed_first_state_is_refused_at_a_checkpoint_too(tmp_path):
+    step, data = ts.train_step(toys.loss_fn), ts.batches(toys.X, 8)
+    ts.fit(step, used := toys.state(ema=0.9), data, steps=24, checkpoint=tmp_path / "a", progress=False)
+    with pytest.raises(StateError, match="got a state that a step has consumed, expected the first state"):
+        timeline(tmp_path / "a", step, used, data).at(24)
+
+
 def test_another_script_is_noticed_before_the_first_checkpoint(tmp_path):
     step, data = ts.train_step(toys.loss_fn), lambda size=8: ts.batches(toys.X, size)
     state, _ = ts.fit(step, used := toys.state(), data(), steps=24, checkpoint=tmp_path / "a", progress=False)

@@ -85,7 +85,7 @@ def _edits_until(saved: SavedRun, moment: Moment) -> list[Edit]:
 
 
 def _neighbors(saved: SavedRun, step: int) -> tuple[int | None, int | None]:
-    """The checkpoint at a step or before it, and the one after it, among those that can be read."""
+    """The newest readable checkpoint up to a step, and the first readable checkpoint after it."""
     steps = saved.steps
     earlier_step = saved.first_readable(s for s in reversed(steps) if s <= step)
     return earlier_step, saved.first_readable(s for s in steps if s > step)
