@@ -1074,6 +1074,7 @@ def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch
         17: ("evaluate", {}, None),
         19: ("save", {"learning_rate": 1.0}, None),
         21: ("evaluate", {}, "w"),
+        22: ("freeze", {}, None),
         23: ("stop", {}, None),
     }
     sender = Sender(folder, commands)
@@ -1085,10 +1086,14 @@ def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch
         thread.join()
     assert 23 <= max(prints) <= 26 and len(sender.answers) == len(commands)
     refused = sorted(x for x in sender.answers if x.startswith("refused"))  # each from a thread of its own
-    assert len(refused) == 3 and "rate" in refused[0]
+    assert len(refused) == 4 and "rate" in refused[0]
     status = next(json.loads(x) for x in sender.answers if x.startswith("{"))
     assert 13 <= status["step"] <= 15 and status["epoch"] == 1 and "loss" in status  # 8 batches an epoch
-    assert refused[1:] == ["refused: evaluate takes no --where", "refused: save takes no NAME=NUMBER"]
+    assert refused[1:] == [
+        "refused: evaluate takes no --where",
+        "refused: freeze needs --where",
+        "refused: save takes no NAME=NUMBER",
+    ]
     assert [x[1] for x in history.marks].count("command") == 6
     assert len(history.series("val/loss")[0]) == 2  # asked for, and at the end
     with ts.Checkpoints(folder, read_only=True) as checkpoints:
