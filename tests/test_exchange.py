@@ -300,7 +300,7 @@ def test_names_shapes_and_dtypes_that_do_not_fit(tmp_path):
         "  Nearest to 'model.extra': 'model.bias', 'model.embed', 'head'. where= takes a part, rename= finds other names, "
         "cast=True takes other dtypes."
     )
-    found = exchange.restore(path, like, where="embed", rename=lambda name: "model." + name)
+    found = exchange.restore(path, like, where="embed", rename={"embed": "model.embed"}.__getitem__)
     assert found["embed"].sum() == 6 and found["extra"] is like["extra"]
     many = {f"n{i}": np.ones(1) for i in range(15)}
     lines = error_of(lambda: exchange.restore(path, many)).splitlines()
@@ -339,6 +339,8 @@ def test_what_cannot_be_saved(tmp_path):
     for text, tree in cases.items():
         assert text in error_of(lambda tree=tree: exchange.save(path, tree), (WrongTypeError, CheckpointError))
     assert "two arrays" in error_of(lambda: exchange.save(path, PARAMS, rename=lambda _: "x"))
+    no_name = error_of(lambda: exchange.save(path, {"a": one}, rename=lambda _: None), WrongTypeError)
+    assert "rename('a') at save(): got None, expected the name in the file" in no_name
     assert "Save outside of jit" in error_of(
         lambda: jax.jit(lambda x: exchange.save(path, {"x": x}))(1.0), WrongTypeError
     )

@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import re
@@ -636,6 +637,32 @@ def test_a_run_that_died_in_its_first_save_to_a_bucket_starts_again(memory):
     memory.store.put("4/state/x", b"x")
     with pytest.raises(CheckpointError, match="got '4', expected at least one step"):
         Checkpoints(**IN_MEMORY, read_only=True).restore(make())
+
+
+def test_a_manifest_whose_answer_was_lost_does_not_replace_the_next_save(memory, monkeypatch):
+    """The failed save cannot be deleted either, and its random name would be the later one."""
+    falling = itertools.count(0xFFFFFFFF, -1)
+    monkeypatch.setattr(_bucket_home.secrets, "token_hex", lambda n: f"{next(falling):08x}"[: 2 * n])
+    write = _bucket.BucketPath.write
+
+    def lose_answer(path, *given):
+        write(path, *given)
+        if path.key.endswith("manifest.json"):
+            memory.fails_after(0)
+            raise ConnectionError("no answer")
+
+    with Checkpoints(**IN_MEMORY) as checkpoints:
+        monkeypatch.setattr(checkpoints.home, "write_file", lose_answer)
+        checkpoints.save(make(), data="lost")
+        assert "no answer" in error_of(checkpoints.wait, SaveError)
+        memory.fails_after(0, 0)
+        monkeypatch.setattr(checkpoints.home, "write_file", write)
+        checkpoints.save(make(), data="saved")
+        checkpoints.wait()
+        assert checkpoints.restore(make()).data == "saved"
+    with Checkpoints(**IN_MEMORY) as checkpoints:
+        assert checkpoints.restore(make()).data == "saved"
+    assert everything_in(IN_MEMORY) == ["0", "tsunax.lock"]
 
 
 def test_a_network_that_fails_is_no_damage(memory):

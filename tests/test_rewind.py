@@ -148,6 +148,33 @@ def test_the_line_of_a_run_that_went_back_twice(tmp_path, name):
     assert line.audit(*line.steps[-2:]) == []
 
 
+def test_a_branch_has_the_edits_of_calls_that_its_parent_left(tmp_path):
+    """Replays of these calls begin at the first state, because the branch has none of their checkpoints."""
+
+    def change(run):
+        return ts.adjust(run.state, learning_rate=1e-3) if int(run.state.calls) == 9 else None
+
+    prints, *_ = a_run(tmp_path / "a", [back_after(11, back=3), ts.callbacks.every(1, change)])
+    make_line = lambda name: timeline(tmp_path / name, NOISY, a_state, batches())
+    make_line("a").branch(16, tmp_path / "b", skip=1)
+    line = make_line("b")
+    calls = 8, 9, 10, 11, 12, 16
+    assert {c: fingerprint(line.at(calls=c)) for c in calls} == {c: prints.by_calls[c] for c in calls}
+
+
+def test_no_replay_crosses_a_rewind_to_before_an_edit_of_the_script(tmp_path):
+    """The checkpoint of the rewind is deleted; one before it is kept, and a replay from it would miss the edit."""
+    slower = lambda: ts.setup(ts.rules.sgd(0.02), {"w": jnp.ones(8)}, key=jax.random.key(1))
+    a_run(tmp_path / "a", [], steps=12)
+    with pytest.warns(UserWarning, match="edited in the script"):
+        prints, *_ = a_run(tmp_path / "a", [back_after(15, back=6, factor=1.0)], slower)
+    shutil.rmtree(tmp_path / "a" / "8")
+    line = timeline(tmp_path / "a", NOISY, slower, batches())
+    assert {k: fingerprint(line.at(k)) for k in (12, 20)} == {k: prints.by_step[k] for k in (12, 20)}
+    with pytest.raises(StateError, match="no record at step 8"):
+        line.at(9)
+
+
 class Killed(BaseException):
     pass
 
@@ -364,6 +391,28 @@ def test_what_cannot_go_back_is_said(tmp_path):
             log_every=1,
         )
     assert history["step"].tolist() == [1, 2, 3, 4]
+
+
+def test_a_run_that_could_never_go_back_is_refused_before_its_first_step(tmp_path):
+    started = []
+
+    def step(state, batch):
+        started.append(int(state.step))
+        return NOISY(state, batch)
+
+    rewind = ts.callbacks.rewind(lambda run: False)
+    fixed_rate = ts.setup(ts.rules.add_decayed_weights(0.1), {"w": jnp.ones(8)}, key=jax.random.key(0))
+    orbax = ts.Checkpoints(tmp_path / "orbax", store="orbax")
+    cases = [
+        (a_state(), None, "got none"),
+        (a_state(), orbax, "files on a disk"),
+        (fixed_rate, tmp_path / "a", "a live"),
+    ]
+    for state, checkpoint, text in cases:
+        options = {"checkpoint": checkpoint, "callbacks": [rewind], "steps_per_call": None, "progress": False}
+        with pytest.raises((CheckpointError, HyperparameterError), match=text):
+            ts.fit(step, state, batches(), steps=4, **options)
+    assert not started
 
 
 class Counter(ts.callbacks.Part):

@@ -486,6 +486,13 @@ def test_a_replay_of_data_without_a_position_is_refused(tmp_path):
             line.at(k)
 
 
+def test_a_consumed_first_state_is_refused_at_a_checkpoint_too(tmp_path):
+    step, data = ts.train_step(toys.loss_fn), ts.batches(toys.X, 8)
+    ts.fit(step, used := toys.state(ema=0.9), data, steps=24, checkpoint=tmp_path / "a", progress=False)
+    with pytest.raises(StateError, match="got a state that a step has consumed, expected the first state"):
+        timeline(tmp_path / "a", step, used, data).at(24)
+
+
 def test_another_script_is_noticed_before_the_first_checkpoint(tmp_path):
     step, data = ts.train_step(toys.loss_fn), lambda size=8: ts.batches(toys.X, size)
     state, _ = ts.fit(step, used := toys.state(), data(), steps=24, checkpoint=tmp_path / "a", progress=False)
@@ -624,6 +631,22 @@ def test_a_run_that_goes_on_with_another_rate_has_a_line(tmp_path):
     assert all(same.values()), same
     with pytest.raises(StateError, match="numbers that the script has edited"):
         line.at(3)
+
+
+def test_a_run_that_goes_on_with_a_frozen_leaf_has_a_line(tmp_path):
+    """Before the freeze, a replay freezes nothing, and an edit finds the leaves of a state without flags."""
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    freeze = lambda: ts.freeze(toys.state(), "w")
+    change = lambda run: ts.adjust(run.state, learning_rate=0.02) if run.step == 10 else None
+    options = {"callbacks": [ts.callbacks.every(10, change)], "every": 4}
+    first, _ = a_run(tmp_path / "a", step, toys.state, data(), steps=16, **options)
+    with pytest.warns(UserWarning, match="edited in the script"):
+        second, _ = a_run(tmp_path / "a", step, freeze, data(), steps=24, **options)
+    line = timeline(tmp_path / "a", step, freeze, data())
+    prints = first | second
+    same = {k: fingerprint(line.at(k)) == prints[k] for k in (8, 9, 12, 15, 17, 24)}
+    assert all(same.values()), same
+    assert line.audit(8, 12) == []
 
 
 def test_the_calls_before_an_exception_are_part_of_the_line_or_refused(tmp_path):
@@ -793,6 +816,27 @@ def test_a_branch_with_nothing_changed_has_the_bits_of_its_parent(tmp_path, k):
     assert f"{tmp_path / 'c'}: Edit(step=20" in repr(compared)
     with pytest.raises(CheckpointError, match="a directory without steps"):
         again.branch(20, tmp_path / "c")
+
+
+@pytest.mark.filterwarnings("ignore:edited in the script")
+def test_a_branch_from_before_an_edit_of_the_script_goes_on_with_the_script_of_its_step(tmp_path):
+    """Also if a checkpoint near the step is damaged. The rate that a callback set is no edit of the script."""
+    make = lambda rate: lambda: ts.setup(ts.rules.sgd(rate), {"w": jnp.ones(8)})
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    change = lambda run: ts.adjust(run.state, learning_rate=0.01) if run.step == 3 else None
+    options = {"callbacks": [ts.callbacks.every(3, change)], "every": 4}
+    prints, _ = a_run(tmp_path / "a", step, make(0.1), data(), steps=12, **options)
+    a_run(tmp_path / "a", step, make(0.02), data(), steps=16, **options)
+    line = timeline(tmp_path / "a", step, make(0.1), data())
+    line.branch(8, tmp_path / "b")
+    (tmp_path / "a" / "8" / "manifest.json").write_bytes(b"")
+    line.branch(9, tmp_path / "c")
+    line.branch(9, tmp_path / "d", learning_rate=0.001)
+    for name in "bc":
+        branch_prints, _ = a_run(tmp_path / name, step, make(0.1), data(), steps=11, **options)
+        assert branch_prints[11] == prints[11]
+    state = ts.Checkpoints(tmp_path / "d", read_only=True).restore(make(0.1)()).state
+    assert ts.hyperparams(state)["learning_rate"] == np.float32(0.001)
 
 
 def test_a_branch_at_the_end_of_its_parent_has_the_bits_of_the_parent_that_goes_on(tmp_path):
@@ -1032,6 +1076,7 @@ def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch
         17: ("evaluate", {}, None),
         19: ("save", {"learning_rate": 1.0}, None),
         21: ("evaluate", {}, "w"),
+        22: ("freeze", {}, None),
         23: ("stop", {}, None),
     }
     sender = Sender(folder, commands)
@@ -1043,10 +1088,14 @@ def test_commands_are_obeyed_answered_and_part_of_the_line(tmp_path, monkeypatch
         thread.join()
     assert 23 <= max(prints) <= 26 and len(sender.answers) == len(commands)
     refused = sorted(x for x in sender.answers if x.startswith("refused"))  # each from a thread of its own
-    assert len(refused) == 3 and "rate" in refused[0]
+    assert len(refused) == 4 and "rate" in refused[0]
     status = next(json.loads(x) for x in sender.answers if x.startswith("{"))
     assert 13 <= status["step"] <= 15 and status["epoch"] == 1 and "loss" in status  # 8 batches an epoch
-    assert refused[1:] == ["refused: evaluate takes no --where", "refused: save takes no NAME=NUMBER"]
+    assert refused[1:] == [
+        "refused: evaluate takes no --where",
+        "refused: freeze needs --where",
+        "refused: save takes no NAME=NUMBER",
+    ]
     assert [x[1] for x in history.marks].count("command") == 6
     assert len(history.series("val/loss")[0]) == 2  # asked for, and at the end
     with ts.Checkpoints(folder, read_only=True) as checkpoints:
@@ -1244,6 +1293,13 @@ def test_a_command_that_is_withdrawn_during_a_look_hides_no_other(tmp_path, monk
     (folder / listed[0].name).unlink()
     monkeypatch.setattr(os, "scandir", lambda path: contextlib.nullcontext(listed))
     assert mailboxes.FolderMailbox(tmp_path).names() == sorted({*names} - {listed[0].name})
+
+
+def test_commands_of_one_second_keep_their_order(tmp_path):
+    mailbox = mailboxes.FolderMailbox(tmp_path)
+    mailbox.prepare()
+    names = [mailbox.send(b"{}") for _ in range(12)]
+    assert mailbox.names() == names
 
 
 def test_a_folder_of_commands_that_is_a_link_is_not_used(tmp_path):

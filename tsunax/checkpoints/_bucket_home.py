@@ -134,7 +134,10 @@ class BucketHome(CheckpointHome):
 
     def reserve_name(self, step: int) -> str:
         numbers = [_step_and_number(name)[1] for name in self._saves_of(step)]
-        return f"{step}/{max(numbers, default=0) + 1}-{secrets.token_hex(4)}"
+        name = f"{step}/{max(numbers, default=0) + 1}-{secrets.token_hex(4)}"
+        # If the save fails, its objects may be there all the same: the next save gets a new number.
+        self._saves[name] = set()
+        return name
 
     def write_blocks(self, name: str, process: int, saved: Saved, blocks: Blocks) -> None:
         if blocks:
@@ -143,7 +146,7 @@ class BucketHome(CheckpointHome):
     def commit(self, name: str, whole: Manifest | None) -> None:
         if whole is None:
             return
-        replaced = self._saves_of(whole.step)
+        replaced = [x for x in self._saves_of(whole.step) if x != name]
         self.put_manifest(name, whole)
         files = {f"{ARRAYS}/{i}.safetensors" for i in range(len(whole.parts))}
         self._saves[name] = {MANIFEST, SUM, *files}
@@ -157,7 +160,8 @@ class BucketHome(CheckpointHome):
         """Delete saves: of each its manifest, and then the rest."""
         for name in names:
             (self.path / name).unlink(MANIFEST)
-            (self.path / name).unlink(*self._saves[name] - {MANIFEST})
+            if other_objects := self._saves[name] - {MANIFEST}:
+                (self.path / name).unlink(*other_objects)
             del self._saves[name]
 
     def discard(self, name: str) -> None:

@@ -174,17 +174,21 @@ def planned(tree, where, rename, transform, call: str, prefix: str = "") -> dict
     # `call` is "restore()" or "save()": errors name its argument, "restore(where=)".
     select = lambda where, name: patterns.select(where, tree, f"{call[:-1]}{name}=)")
     flags = select(where, "where") if where is not None else (True,) * len(names)
-    # A name by `rename` has no prefix, and its "{}" count along stacked axes.
-    texts = [[prefix + x] if rename is None else rename(x).split("{}") for x in names]
     transforms = {} if transform is None else transform
     flags_by_pattern = {pattern: select(pattern, "transform") for pattern in transforms}
     plan, faults = {}, []
     for i, (path, x) in enumerate(leaves.tree_of(tree).leaves):
         if flags[i]:
+            # A name by `rename` has no prefix, and its "{}" count along stacked axes.
+            new_name = prefix + names[i] if rename is None else rename(names[i])
+            if not isinstance(new_name, str):
+                got, expected = trees.describe(new_name), "the name in the file, a str"
+                raise WrongTypeError(f"rename({names[i]!r:.80})", call, got, expected)
+            texts = [new_name] if rename is None else new_name.split("{}")
             matching = (pattern for pattern, is_match in flags_by_pattern.items() if is_match[i])
             leaf_transform = transforms.get(next(matching, None), UNCHANGED)
             try:
-                plan[i] = _mapped(leaves.leaf_of(path, x), texts[i], leaf_transform)
+                plan[i] = _mapped(leaves.leaf_of(path, x), texts, leaf_transform)
             except ValueError as error:
                 faults.append(f"{leaves.show('tree', path)}: {error}")
     _matching.refuse(

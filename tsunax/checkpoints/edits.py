@@ -71,7 +71,7 @@ class Edit:
         shape_of = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype) if trees.is_array(x) else x
         like = jax.tree.map(shape_of, like)  # a step may have consumed the arrays
         lay_out = lambda path, s: merging.laid_out(
-            s, {"cuts": self.layout[path][0]}, frozen=self.layout[path][1]
+            merging.without_flags(s), {"cuts": self.layout[path][0]}, frozen=self.layout[path][1]
         )
         laid_out = _matching.map_states(like, leaves.tree_of(like), lay_out)
         tree, values = leaves.tree_of(state), self.values or {}

@@ -53,6 +53,11 @@ def laid_out(state: TrainState, facts: Mapping[str, Any], frozen: bool) -> Train
     return dataclasses.replace(state, opt_state=opt_state, numbers=numbers, frozen=words)
 
 
+def without_flags(state: TrainState) -> TrainState:
+    """`state` without the script's frozen flags: a checkpoint before a freeze has none."""
+    return dataclasses.replace(state, frozen=None)
+
+
 def _frozen_names(state: TrainState) -> str:
     """The frozen leaves of a state, of a population with a count of members."""
     counts = np.atleast_2d(frozen_flags(state)).sum(0)

@@ -17,6 +17,7 @@ from tsunax.checkpoints import (
     _writing,
     checksums,
     leaves,
+    merging,
     state_facts,
 )
 from tsunax.checkpoints import manifest as _manifest
@@ -195,7 +196,9 @@ def contents(saver: Any, step: int) -> Restored:
 
 
 def as_saved(saver: Any, step: int, like: PyTree) -> Restored:
-    """A checkpoint with all of its numbers, also if the script has edited them since then."""
+    """A checkpoint with all of its numbers and frozen flags, also if the script has edited them."""
+    without_flags = lambda _, s: merging.without_flags(s)
+    like = _matching.map_states(like, leaves.tree_of(like), without_flags)
     plan = _matching.RestoreRequest(like).plan
     plan_of = lambda manifest, folder: dataclasses.replace(
         plan(manifest, folder), merges={}, edited=[]

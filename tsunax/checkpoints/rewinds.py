@@ -20,8 +20,8 @@ from tsunax.checkpoints.saving import Checkpoints, Restored
 from tsunax.errors import CheckpointError, warn
 
 
-def check_can_rewind(saver: Any, step: int) -> None:
-    """Raise CheckpointError unless a run at `step` has an earlier checkpoint to which it can go."""
+def check_can_rewind(saver: Any) -> None:
+    """Raise CheckpointError unless a run has checkpoints that can be set aside."""
     if saver is None or not saver.home.can_rewind:
         raise CheckpointError(
             "checkpoints",
@@ -29,6 +29,10 @@ def check_can_rewind(saver: Any, step: int) -> None:
             got="none" if saver is None else f"those in {saver.path}",
             expected="fit(checkpoint=) with files on a disk, which can be set aside",
         )
+
+
+def check_has_earlier_step(saver: Checkpoints, step: int) -> None:
+    """Raise CheckpointError unless there is a checkpoint before a step."""
     saver.wait()
     if not any(x < step for x in saver.home.steps()):
         raise CheckpointError(

@@ -98,6 +98,8 @@ class Control(Part):
             return f"refused: {verb} takes no NAME=NUMBER"
         if where is not None and verb not in CHANGES:
             return f"refused: {verb} takes no --where"
+        if verb == "freeze" and where is None:
+            return "refused: freeze needs --where"
         if verb == "evaluate" and not self.evaluates:
             return "refused: the run has no evaluate="
         try:

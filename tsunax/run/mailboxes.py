@@ -99,7 +99,10 @@ class FolderMailbox:
         if not durable_files.is_real_directory(self.folder):
             path, got = str(self.folder.parent), "a run that takes no commands yet"
             raise CheckpointError("run", path, got, "a run of fit that has begun")
-        name = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{secrets.token_hex(4)}.json"
+        seconds, nanoseconds = divmod(time.time_ns(), 10**9)
+        start = time.strftime("%Y%m%dT%H%M%S", time.gmtime(seconds))
+        # Microseconds, because a run obeys commands of one second in the order of their names.
+        name = f"{start}-{nanoseconds // 1000:05x}{secrets.token_hex(2)[1:]}.json"
         durable_files.write_whole(self.folder / name, content)
         return name
 

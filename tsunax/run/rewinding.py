@@ -59,11 +59,16 @@ class Rewind:
             raise HyperparameterError("factor", "run.rewind()", self.factor, "a number > 0")
         checks.check_choice(self.data, "run.rewind()", "data", ("skip", "repeat"))
 
-    def check(self, run: Any) -> None:
-        """Raise unless this run can go back now. See `Run.rewind`."""
+    def check_run(self, run: Any) -> None:
+        """Raise unless this run can go back once it has an earlier checkpoint. See `Run.rewind`."""
         check_has_steps(run.state, "run.rewind()")
-        rewinds.check_can_rewind(run.saver, run.step)
+        rewinds.check_can_rewind(run.saver)
         slowed(run.state, self.factor)
+
+    def check(self, run: Any) -> None:
+        """Raise unless this run can go back now."""
+        self.check_run(run)
+        rewinds.check_has_earlier_step(run.saver, run.step)
 
 
 def check_has_steps(state: Any, where: str) -> None:
@@ -126,7 +131,9 @@ def go_back(saving: Any, run: Any) -> Restored:
     edit = dataclasses.replace(
         edit, departure=Departure(run.step, calls, edit_count, recorded_place)
     )
-    if recorded_place is None or not edit.is_exact(restored.state, state, saving.like):
+    # Numbers that the script has edited since that checkpoint are in `restored.state` already.
+    is_exact = not restored.is_edited and edit.is_exact(restored.state, state, saving.like)
+    if recorded_place is None or not is_exact:
         edit = dataclasses.replace(edit, values=None)
     history = History() if restored.history is None else History.of(restored.history)
     history.mark("rewind", step, text)
@@ -206,9 +213,9 @@ class rewind:
     Give `Checkpoints` a number of steps for `every`, and a `keep_last` that reaches back: with
     durations a run that is killed before the rewind may go back to another step.
 
-    Raises as `run.rewind`, at the start for a population. HyperparameterError for another `when`,
-    and for "rejected" with a loss scale, which rejects calls to find the scale. RowError for
-    "spike" if the rows have no loss.
+    Raises as `run.rewind`, at the start except for a missing checkpoint. HyperparameterError for
+    another `when`, and for "rejected" with a loss scale, which rejects calls to find the scale.
+    RowError for "spike" if the rows have no loss.
 
     >>> rewind(when="spike", back=500)
     rewind(when='spike', back=500, factor=0.5, data='skip', at_most=3)
@@ -240,6 +247,8 @@ class rewind:
 
     def __call__(self, run: Any) -> None:
         check_has_steps(run.state, "rewind()")
+        if run.event == "start" and not run.rows.options.dry_run:  # which has no checkpoints
+            Rewind(self.back, self.factor, self.data).check_run(run)
         scales = [s.loss_scale for s in training_states(run.state).values()]
         if run.event == "start" and self.when == "rejected" and scales.count(None) < len(scales):
             raise HyperparameterError(

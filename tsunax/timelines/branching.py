@@ -6,7 +6,15 @@ import numpy as np
 
 from tsunax._core import StrPath, Where
 from tsunax.checkpoints import leaves
-from tsunax.checkpoints.edits import SKIP, Departure, Edit, dump_edits, edit_of, layout_of
+from tsunax.checkpoints.edits import (
+    SKIP,
+    Departure,
+    Edit,
+    dump_edits,
+    edit_of,
+    edits_of_line,
+    layout_of,
+)
 from tsunax.checkpoints.saving import Checkpoints
 from tsunax.errors import CheckpointError, StateError
 from tsunax.hyper import adjust
@@ -35,22 +43,25 @@ def branched(
     step = moment.step
     memory = _memory(saved, step)
     state = adjust(moment.state, where, **numbers) if numbers else moment.state
-    edits = saved.edits()[: moment.edit_count]
+    edits = _edits_until(saved, moment)
     if (edit := edit_of(moment.state, state, step, moment.calls, "branch()")) is not None:
         edits.append(edit)
     changes = [f"{name}={x}" for name, x in numbers.items()]
     if skip:
         changes.append(f"{skip} batches left out")
-        departure = Departure(step, moment.calls, len(edits), {SKIP: skip})
+        departure = Departure(step, moment.calls, len(edits_of_line(edits)), {SKIP: skip})
         source, layout = f"branch(), {changes[-1]}", layout_of(leaves.tree_of(state))
         edits.append(Edit(step, moment.calls, source, {}, layout, departure))
-    saved_script = {} if saved.newest is None else saved.script(saved.newest)
-    facts = {name: saved_script[name] for name in KEPT_FACTS if name in saved_script}
+    newest_script = {} if saved.newest is None else saved.script(saved.newest)
     changes_before = {
         name: change
-        for name, change in saved_script.get("untold_changes", {}).items()
+        for name, change in newest_script.get("untold_changes", {}).items()
         if change[1] < moment.calls
     }
+    # The script may have been edited after the moment, so its facts are of the checkpoint before.
+    earlier_step = _neighbors(saved, step)[0]
+    script = newest_script if earlier_step is None else saved.script(earlier_step)
+    facts = {name: script[name] for name in KEPT_FACTS if name in script}
     parent = {"path": str(saved.checkpoints.path), "step": step, "edits": changes}
     facts |= {"parent": parent, "untold_changes": changes_before, "edits": dump_edits(edits)}
     facts |= {"is_fresh": True, "has_ended": False}
@@ -70,14 +81,30 @@ def branched(
         )
 
 
+def _edits_until(saved: SavedRun, moment: Moment) -> list[Edit]:
+    """The record of edits of a run up to a moment of its line.
+
+    It keeps the edits of calls that rewinds left, because `line.at(calls=)` reaches these calls.
+    """
+    record = saved.all_edits(saved.newest)
+    line = edits_of_line(record)[: moment.edit_count]
+    last_number = (i for i, edit in enumerate(record, 1) if line and edit is line[-1])
+    return record[: next(last_number, 0)]
+
+
+def _neighbors(saved: SavedRun, step: int) -> tuple[int | None, int | None]:
+    """The newest readable checkpoint up to a step, and the first readable checkpoint after it."""
+    steps = saved.steps
+    earlier_step = saved.first_readable(s for s in reversed(steps) if s <= step)
+    return earlier_step, saved.first_readable(s for s in steps if s > step)
+
+
 def _memory(saved: SavedRun, step: int) -> dict[str, Any]:
     """The memory of callbacks at a step. StateError if they have some, and it is not saved."""
-    if step in saved.steps:
-        return saved.values(step).callbacks or {}
-    steps_before = [s for s in saved.steps if s < step]
-    steps_after = [s for s in saved.steps if s > step]
-    neighbors = [*steps_before[-1:], *steps_after[:1]]
-    memories = {s: saved.values(s).callbacks or {} for s in neighbors}
+    neighbors = _neighbors(saved, step)
+    memories = {s: saved.values(s).callbacks or {} for s in neighbors if s is not None}
+    if step in memories:
+        return memories[step]
     has_memory = lambda memory: any(x for name, x in memory.items() if name != ADJUSTED)
     if any(map(has_memory, memories.values())):
         got, expected = f"step {step}, of which no memory of callbacks is saved", "a saved step"

@@ -6,7 +6,7 @@ A manifest has a hash of each leaf, so two checkpoints of a step are compared wi
 import contextlib
 import itertools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,7 +48,11 @@ class SavedRun:
     @property
     def newest(self) -> int | None:
         """The step of the newest checkpoint that can be read; None for none."""
-        for step in reversed(self.steps):
+        return self.first_readable(reversed(self.steps))
+
+    def first_readable(self, steps: Iterable[int]) -> int | None:
+        """The first of these checkpoints that can be read; None for none."""
+        for step in steps:
             with contextlib.suppress(leaves.Damaged):
                 self.values(step)
                 return step

@@ -34,6 +34,7 @@ from tsunax.timelines.replaying import (
     ReplayedCall,
     Script,
     check_data,
+    check_is_whole,
     check_moment,
     moment_of_start,
     rows_of,
@@ -377,6 +378,7 @@ class Timeline:
         """Warn once of settings of the script that differ from the saved ones."""
         if self._has_compared or self._script.step is None:
             return
+        check_is_whole(state)
         self._has_compared, script = True, self._script
         facts = script_settings.script_of(script.step, state, script.data, script.extra)
         saved_settings = (saved_script or {}).get("settings")

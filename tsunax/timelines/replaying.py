@@ -157,11 +157,16 @@ class Script:
 def moment_of_start(state: Any, place: Mapping[str, Any] | None) -> Moment:
     """The first moment of a run, from its first state or a function that makes it."""
     first = state() if callable(state) else state
-    if any(map(trees.is_gone, jax.tree.leaves(first))):
+    check_is_whole(first)
+    return Moment(jax.tree.map(own, first), place)
+
+
+def check_is_whole(first_state: Any) -> None:
+    """Raise StateError if a step has consumed the first state."""
+    if any(map(trees.is_gone, jax.tree.leaves(first_state))):
         fix = "Give a function that makes it."
         got = "a state that a step has consumed"
         raise StateError("state", "timeline()", got, "the first state, as fit got it", fix)
-    return Moment(jax.tree.map(own, first), place)
 
 
 def check_data(data: Any, saved_place: Mapping[str, Any] | None) -> None:
