@@ -224,9 +224,11 @@ class Loss:
         if self.weight is None:
             _check_weight(self)
             return self._with_fields(total=mean, mean_value=mean)
-        term = Term(x * self.weight, self.weight)
-        terms = (*self.terms, term) if self.terms else ()
-        return self._with_fields(total=self.total + term.total, mean_value=mean, terms=terms)
+        total, n = x * self.weight, len(self.terms)
+        # The weight of a batch is the largest of its terms, and is not that of a penalty: over the
+        # parts of a cut batch, the sum of their largest weights is less than n times that weight.
+        terms = (*self.terms, Term(total / n, self.weight / n)) if n else ()
+        return self._with_fields(total=self.total + total, mean_value=mean, terms=terms)
 
     def __mul__(self, x: Scalar) -> Loss:
         """The loss times a number; its metrics stay as they are."""
