@@ -364,10 +364,13 @@ def test_a_loss_scale_on_its_way_down_is_no_failure():
 # --- bad inputs
 
 STATE = lambda: ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
+RUNS = lambda: ts.population(lambda key: STATE(), 2)
 twice = lambda run, x: (run.advance().advance(), {})
 REFUSED = {
     "no state": (lambda: ts.States(a=jnp.ones(2)), WrongTypeError, "'a' at States: got float32[2]"),
     "a pair": (lambda: ts.States(a=(STATE(), 1)), WrongTypeError, "got tuple of 2, expected a TrainState"),
+    "two sizes": (lambda: ts.States(a=STATE(), b=RUNS()), StateError, "got a population of 2 and one state, expected"),
+    "another size": (lambda: ts.States(a=STATE()).replace(a=RUNS()), StateError, "got a population of 2 and one state"),
     "a slash": (lambda: ts.States(**{"a/b": STATE()}), StateError, "got 'a/b', expected a name that can be"),
     "a taken name": (lambda: ts.States(step=STATE()), StateError, "got 'step'"),
     "unknown": (lambda: gan().critc, AttributeError, "Did you mean 'critic'?"),
