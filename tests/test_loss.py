@@ -228,9 +228,7 @@ def test_the_weight_of_a_sum_does_not_depend_on_the_cut():
     expected = max(mask.sum() for mask in masks)
     assert sum(max(a[i::4].sum() for a in masks) for i in range(4)) > expected
     penalized = lambda p, b: both(p, b) + penalty(p) + 2 * penalty(p)
-    for loss_fn, options in itertools.product(
-        (both, penalized), ({}, {"accumulate": 4}, {"per_example": lambda g: g})
-    ):
+    for loss_fn, options in itertools.product((both, penalized), ({}, {"accumulate": 4}, {"per_example": lambda g: g})):
         step = ts.train_step(loss_fn, donate=False, **options)
         assert float(step(state, (X, *masks))[1].weight) == expected
 
