@@ -225,8 +225,8 @@ class Loss:
             _check_weight(self)
             return self._with_fields(total=mean, mean_value=mean)
         total, n = x * self.weight, len(self.terms)
-        # The weight of a batch is the largest of its terms, and is not that of a penalty: over the
-        # parts of a cut batch, the sum of their largest weights is less than n times that weight.
+        # A batch weighs as much as its largest term, never as a penalty. Each part of a cut batch
+        # has a largest term; the sum of their weights is at most n times the weight of the batch.
         terms = (*self.terms, Term(total / n, self.weight / n)) if n else ()
         return self._with_fields(total=self.total + total, mean_value=mean, terms=terms)
 
