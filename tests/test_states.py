@@ -377,6 +377,16 @@ REFUSED = {
     "assigned": (lambda: setattr(gan(), "critic", 1), AttributeError, "run.replace(critic=...)"),
     "replaced": (lambda: gan().replace(critc=STATE()), StateError, "expected one of generator, critic, carry"),
     "advanced": (lambda: gan().advance(critic=3), WrongTypeError, "member 'critic' at States: got 3 (int)"),
+    "frozen in a step": (
+        lambda: gan().advance(critic=ts.freeze(gan().critic, "**"), all_or_none=True),
+        StateError,
+        "freeze, adjust or migrate before the step",
+    ),
+    "cut in a step": (
+        lambda: gan().advance(critic=ts.adjust(gan().critic, "w"), all_or_none=True),
+        StateError,
+        "member at critic",
+    ),
     "adjusted": (lambda: ts.adjust(gan(), learning_rate=0.1), StateError, "expected one of generator, critic"),
     "of nobody": (lambda: ts.adjust(gan(), "head", learning_rate=0.1), StateError, "expected one of generator, critic"),
     "frozen": (lambda: ts.freeze(gan(), ["w"]), StateError, "Give a member, or 'member/pattern'."),

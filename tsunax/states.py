@@ -132,6 +132,10 @@ class States(Clocked):
         clock = guard.count(self.clock, None, is_rejected[..., None].astype(jnp.int32))
         if not all_or_none:
             return _assembled_run(clock, run.tally, run.carry, run.members)
+        for name, old in self.members.items():
+            if difference := trees.first_difference(run.members[name], old, name):
+                fix = "With all_or_none, freeze, adjust or migrate before the step."
+                raise StateError(f"member {difference}. {fix}")
         choose = jax.vmap(_old_if_bad) if is_rejected.ndim else _old_if_bad  # in a population
         pairs = zip(run.members.items(), self.members.values(), strict=True)
         members = {name: choose(is_rejected, new, old) for (name, new), old in pairs}
