@@ -428,6 +428,16 @@ def zeros(*names):
     return {name: jnp.zeros(1) for name in names}
 
 
+def test_a_clip_in_the_window_of_a_group_sees_no_single_call_of_other_groups():
+    window = ts.rules.accumulate(ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.sgd(1.0)), every=2)
+    rule = ts.rules.partition({"a": window, "b": ts.rules.sgd(1.0)})
+    for grads_of_b in ((0.0, 0.0), (100.0, 0.0), (0.0, 100.0)):
+        state = ts.setup(rule, {"a": jnp.zeros(1), "b": jnp.zeros(1)})
+        for grad in grads_of_b:
+            state, _ = ts.update(state, {"a": jnp.full(1, 3.0), "b": jnp.full(1, grad)})
+        assert float(state.params["a"][0]) == -1
+
+
 def test_a_rule_beside_a_window_moves_on_every_call():
     rule = ts.rules.partition({"a": ts.rules.accumulate(ts.rules.sgd(0.1), every=2), "b": ts.rules.sgd(0.1)})
     state = ts.setup(rule, zeros("a", "b"))

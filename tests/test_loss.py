@@ -1,6 +1,7 @@
 """What a loss function returns: a sum and its weight, which adds, multiplies and prints as the mean would."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -226,8 +227,9 @@ def test_the_weight_of_a_sum_does_not_depend_on_the_cut():
     both = lambda p, b: ts.Loss.mean(values(p, b[0]), b[1]) + ts.Loss.mean(values(p, b[0]) ** 2, b[2])
     expected = max(mask.sum() for mask in masks)
     assert sum(max(a[i::4].sum() for a in masks) for i in range(4)) > expected
-    for options in ({}, {"accumulate": 4}, {"per_example": lambda g: g}):
-        step = ts.train_step(both, donate=False, **options)
+    penalized = lambda p, b: both(p, b) + penalty(p) + 2 * penalty(p)
+    for loss_fn, options in itertools.product((both, penalized), ({}, {"accumulate": 4}, {"per_example": lambda g: g})):
+        step = ts.train_step(loss_fn, donate=False, **options)
         assert float(step(state, (X, *masks))[1].weight) == expected
 
 

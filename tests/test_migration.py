@@ -247,6 +247,26 @@ def test_parts_with_numbers_of_their_own_and_frozen_ones():
     assert report.notes[0] == "adam: the numbers of head/** alone are gone"
 
 
+@pytest.mark.parametrize(
+    "rule", [ts.rules.prodigy(1.0), ts.rules.schedule_free_adamw(0.1), ts.rules.noisy_sgd(0.1, key=0)]
+)
+def test_parts_with_numbers_of_their_own_keep_their_counts(rule):
+    """Such a part has step sizes and sums of weights of its own, which are no moments of a leaf."""
+    state = ts.adjust(trained(rule), "head/**", learning_rate=0.5)
+    for _ in range(3):
+        state, _ = STEP(state, X)
+    new, _ = migrate(state, rule)
+    assert_trees_equal(STEP(new, X)[0].params, STEP(state, X)[0].params)
+
+
+def test_parts_of_another_shape_count_from_zero():
+    state = ts.adjust(trained(ts.rules.adam(0.1)), "head/**", learning_rate=0.5)
+    wide = jax.tree.map(lambda x: jnp.concatenate([x, x]), state.params)
+    new, _ = migrate(state, ts.rules.adam(0.1), params=wide)
+    counts = [int(x) for x in jax.tree.leaves(new.opt_state) if x.dtype == jnp.int32]
+    assert counts == [0, 0]
+
+
 def test_master_copies_survive_another_precision():
     state = trained(ts.rules.adam(0.01), precision="bfloat16")
     masters = state.params if state.masters is None else state.masters

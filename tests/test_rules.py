@@ -1419,3 +1419,10 @@ def test_a_mask_that_changes_after_setup_changes_no_rule():
     rule = rules.adamw(0.1, mask=mask)
     mask["b"] = True
     assert rule.update == rules.adamw(0.1, mask={"a": True, "b": False}).update != rules.adamw(0.1, mask=mask).update
+
+
+def test_a_rule_that_cannot_make_its_state_without_untrained_leaves_is_named():
+    params, galore = {"w": jnp.ones((4, 3)), "b": jnp.ones(3)}, ts.rules.galore(0.01)
+    for rule, where in ((galore, "w"), (ts.rules.partition({"w": galore, "b": ts.rules.sgd(0.1)}), "**")):
+        with pytest.raises(RuleError, match=r"at setup.*NoneType.*from its init.*freeze them"):
+            ts.setup(rule, params, trainable=where)

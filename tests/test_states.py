@@ -364,16 +364,29 @@ def test_a_loss_scale_on_its_way_down_is_no_failure():
 # --- bad inputs
 
 STATE = lambda: ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)})
+RUNS = lambda: ts.population(lambda key: STATE(), 2)
 twice = lambda run, x: (run.advance().advance(), {})
 REFUSED = {
     "no state": (lambda: ts.States(a=jnp.ones(2)), WrongTypeError, "'a' at States: got float32[2]"),
     "a pair": (lambda: ts.States(a=(STATE(), 1)), WrongTypeError, "got tuple of 2, expected a TrainState"),
+    "two sizes": (lambda: ts.States(a=STATE(), b=RUNS()), StateError, "got a population of 2 and one state, expected"),
+    "another size": (lambda: ts.States(a=STATE()).replace(a=RUNS()), StateError, "got a population of 2 and one state"),
     "a slash": (lambda: ts.States(**{"a/b": STATE()}), StateError, "got 'a/b', expected a name that can be"),
     "a taken name": (lambda: ts.States(step=STATE()), StateError, "got 'step'"),
     "unknown": (lambda: gan().critc, AttributeError, "Did you mean 'critic'?"),
     "assigned": (lambda: setattr(gan(), "critic", 1), AttributeError, "run.replace(critic=...)"),
     "replaced": (lambda: gan().replace(critc=STATE()), StateError, "expected one of generator, critic, carry"),
     "advanced": (lambda: gan().advance(critic=3), WrongTypeError, "member 'critic' at States: got 3 (int)"),
+    "frozen in a step": (
+        lambda: gan().advance(critic=ts.freeze(gan().critic, "**"), all_or_none=True),
+        StateError,
+        "freeze, adjust or migrate before the step",
+    ),
+    "cut in a step": (
+        lambda: gan().advance(critic=ts.adjust(gan().critic, "w"), all_or_none=True),
+        StateError,
+        "member at critic",
+    ),
     "adjusted": (lambda: ts.adjust(gan(), learning_rate=0.1), StateError, "expected one of generator, critic"),
     "of nobody": (lambda: ts.adjust(gan(), "head", learning_rate=0.1), StateError, "expected one of generator, critic"),
     "frozen": (lambda: ts.freeze(gan(), ["w"]), StateError, "Give a member, or 'member/pattern'."),

@@ -146,6 +146,16 @@ def test_members_have_trained_parameters_batches_and_gradients_of_their_own():
         ts.train_step(linear)(runs, ts.populations.each((X[:3, None], Y[:3, None])))
 
 
+def test_members_have_arguments_of_their_own_in_an_update():
+    rule = ts.rules.chain(ts.rules.sgd(0.1), ts.rules.reduce_on_plateau(patience=0))
+    runs = ts.population(lambda key: ts.setup(rule, {"w": jnp.ones(2)}), 3)
+    values, grads = jnp.array([1.0, 2.0, 3.0]), {"w": jnp.ones((3, 2))}
+    own, _ = ts.update(runs, grads, value=ts.populations.each(values))
+    shared, _ = ts.update(runs, grads, value=jnp.float32(2))
+    assert own.opt_state[1].best_value.tolist() == [1, 2, 3]
+    assert shared.opt_state[1].best_value.tolist() == [2, 2, 2]
+
+
 @pytest.mark.parametrize("shape", [(), (3,)])
 def test_the_model_state_of_each_member_is_updated(shape):
     def counting(params, batch, model_state):

@@ -224,9 +224,11 @@ class Loss:
         if self.weight is None:
             _check_weight(self)
             return self._with_fields(total=mean, mean_value=mean)
-        term = Term(x * self.weight, self.weight)
-        terms = (*self.terms, term) if self.terms else ()
-        return self._with_fields(total=self.total + term.total, mean_value=mean, terms=terms)
+        total, n = x * self.weight, len(self.terms)
+        # A batch weighs as much as its largest term, never as a penalty. Each part of a cut batch
+        # has a largest term; the sum of their weights is at most n times the weight of the batch.
+        terms = (*self.terms, Term(total / n, self.weight / n)) if n else ()
+        return self._with_fields(total=self.total + total, mean_value=mean, terms=terms)
 
     def __mul__(self, x: Scalar) -> Loss:
         """The loss times a number; its metrics stay as they are."""

@@ -29,10 +29,9 @@ from tsunax.checkpoints import merging, state_facts
 from tsunax.errors import StateError
 from tsunax.hyper import hyperparams
 from tsunax.precision import LossScale, Policy
-from tsunax.rules import number_table
+from tsunax.rules import number_table, subtree_numbers
 from tsunax.rules.combining import PartitionState
 from tsunax.rules.leaf_owners import owners_in
-from tsunax.rules.subtree_numbers import recut as recut_numbers
 from tsunax.state import TrainState, check_state, master_params, own, setup, trained_part
 from tsunax.states import refuse_population
 
@@ -330,20 +329,23 @@ def _compare_fields(old: TrainState, new: TrainState, report: _ReportLists) -> N
 def _carry_cuts(old: TrainState, new: TrainState, report: _ReportLists) -> TrainState:
     """Cuts into subtrees with their own numbers, if both rules have the same live rule there."""
     old_lives, new_lives = (
-        [s for _, s in x.numbers.layout.lives] if x.numbers else [] for x in (old, new)
+        [s for _, s in number_table.live_states(number_table.join_numbers(x.opt_state, x.numbers))]
+        for x in (old, new)
     )
-    cuts = {}
+    cuts, counters = {}, {}
     for s in (s for s in old_lives if s.cut is not None):
         is_same_rule = lambda t, s=s: (t.live.title, t.scope.paths) == (s.live.title, s.scope.paths)
         matches = [index for index, t in enumerate(new_lives) if is_same_rule(t)]
         if len(matches) == sum(map(is_same_rule, old_lives)) == 1:
             cuts[matches[0]] = s.cut, (0,) * s.groups
+            counters[matches[0]] = subtree_numbers.counters_by_group(s, trained_part(old))
         else:
             labels = ", ".join(s.cut.labels[1:])
             report["notes"].append(f"{s.live.title}: the numbers of {labels} alone are gone")
     if new.numbers is None or not cuts:
         return new
-    recut = recut_numbers(new.opt_state, new.numbers, trained_part(new), cuts)
+    parts = new.opt_state, new.numbers, trained_part(new)
+    recut = subtree_numbers.recut(*parts, cuts, counters)
     opt_state, numbers = (put_on_devices_of(new.params, tree) for tree in recut)
     return dataclasses.replace(new, opt_state=opt_state, numbers=numbers)
 

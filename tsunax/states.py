@@ -54,7 +54,8 @@ class States(Clocked):
     Each member has a clock of its updates: its schedules, averages and keys follow that clock.
 
     Members of populations of one size make a population of runs. Raises WrongTypeError for a member
-    that is no state, StateError for a name that cannot be an attribute.
+    that is no state, StateError for a name that cannot be an attribute and for populations of
+    different sizes.
 
     >>> import tsunax as ts
     >>> state = lambda rate: ts.setup(ts.rules.sgd(rate), {"w": jnp.ones(2)})
@@ -111,7 +112,7 @@ class States(Clocked):
         if unknown_names := [name for name in new if name not in known_names]:
             raise StateError(unknown("member", "States", unknown_names[0], known_names))
         members = {name: new.get(name, x) for name, x in self.members.items()}
-        _check_members(members)
+        _check_members(members, self)
         rejected_counts = dict(zip(members, jnp.moveaxis(self.tally, -1, 0), strict=True))
         rejected_counts |= {name: members[name].rejected for name in members if name in new}
         tally = jnp.stack([*rejected_counts.values()], -1)
@@ -131,6 +132,10 @@ class States(Clocked):
         clock = guard.count(self.clock, None, is_rejected[..., None].astype(jnp.int32))
         if not all_or_none:
             return _assembled_run(clock, run.tally, run.carry, run.members)
+        for name, old in self.members.items():
+            if difference := trees.first_difference(run.members[name], old, name):
+                fix = "With all_or_none, freeze, adjust or migrate before the step."
+                raise StateError(f"member {difference}. {fix}")
         choose = jax.vmap(_old_if_bad) if is_rejected.ndim else _old_if_bad  # in a population
         pairs = zip(run.members.items(), self.members.values(), strict=True)
         members = {name: choose(is_rejected, new, old) for (name, new), old in pairs}
@@ -186,7 +191,8 @@ def _rejected_counts(states: Iterable[TrainState]) -> Any:
     return jnp.stack([state.rejected for state in states], -1)
 
 
-def _check_members(members: Mapping[str, object]) -> None:
+def _check_members(members: Mapping[str, object], *runs: States) -> None:
+    """Raise unless these are states of one size, also of the size of the run that they join."""
     reserved_names = {*dir(States), "clock", "tally", "carry", "members"}
     if not members:
         raise StateError("members", "States()", "none", "TrainStates by name")
@@ -200,6 +206,12 @@ def _check_members(members: Mapping[str, object]) -> None:
                 got=trees.describe(state),
                 expected="a TrainState; what no rule trains is carry=",
             )
+    sizes = {members_of(state) for state in (*members.values(), *runs)}
+    if len(sizes) > 1:
+        texts = sorted("one state" if n is None else f"a population of {n}" for n in sizes)
+        expected = "single states, or populations of one size"
+        fix = "A population beside single states is carry=."
+        raise StateError("members", "States", " and ".join(texts), expected, fix)
 
 
 def _old_if_bad(is_rejected: Any, new: TrainState, old: TrainState) -> TrainState:

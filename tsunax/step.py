@@ -198,7 +198,8 @@ def update(
         rejects too, and a compiled step then waits and raises. "ignore" applies the step. "drop"
         is "skip" here: `value_and_grad` drops micro-batches.
       norms: whether info has `grad_norm`; "update" for `update_norm` too, at a pass over updates.
-      extra: goes to the rule, if it takes extra arguments.
+      extra: goes to the rule, if it takes extra arguments. Members of a population share it, unless
+        it is in `populations.each`.
 
     Raises StateError if grads do not fit the state, naming the first path, and for a keyword that
     is a hyperparameter or a misspelled argument of `update`.
@@ -218,9 +219,12 @@ def update(
         step_errors.check_extra(state, extra)
     from tsunax.states import with_own_values
 
-    options: Extra = {"on_nonfinite": on_nonfinite, "norms": norms, "extra": extra}
-    update_member = functools.partial(update_unchecked, **options)
-    return with_own_values(update_member, state, (grads, loss, model_state))
+    def update_member(
+        state: TrainState, grads: PyTree, loss: Any, model_state: PyTree, extra: Extra
+    ) -> tuple[TrainState, StepInfo]:
+        return update_unchecked(state, grads, loss, model_state, on_nonfinite, norms, extra)
+
+    return with_own_values(update_member, state, (grads, loss, model_state), extra)
 
 
 def check_norms(norms: object, where: str) -> None:

@@ -13,7 +13,15 @@ from tsunax import guard, reproduce
 from tsunax._core import Extra, checks, patterns, trees
 from tsunax._state import COUNTS, trained_count
 from tsunax.averages import as_average
-from tsunax.errors import ParamsError, StateError, WrongTypeError, unknown
+from tsunax.errors import (
+    ParamsError,
+    RuleError,
+    StateError,
+    TsunaxError,
+    WrongTypeError,
+    told,
+    unknown,
+)
 from tsunax.precision import Policy, as_loss_scale, cast
 from tsunax.rules.leaf_owners import owners_of
 
@@ -73,7 +81,22 @@ def opt_state_of(rule: Any, trained: Any, state_arrays: Any) -> Any:
         buffer_ids.add(id(x))
         return trees.strong(x)
 
-    return jax.tree.map(fresh, rule.init(trained))
+    return jax.tree.map(fresh, _first_state(rule, trained))
+
+
+def _first_state(rule: Any, trained: Any) -> Any:
+    """`rule.init(trained)`. An error of a user's or of optax's function gets the rule's name."""
+    try:
+        return rule.init(trained)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:
+        if isinstance(error, TsunaxError | jax.errors.JAXTypeError):
+            raise
+        from tsunax.rules.inspecting import name_of_update
+
+        got, expected = f"{told(error)} from its init", "a state for these params"
+        fix = "Leaves that it does not train are None: freeze them." if "NoneType" in got else ""
+        title = f"rule {name_of_update(rule.update)}"
+        raise RuleError(title, "setup()", got, expected, fix) from error
 
 
 def with_low_moments(opt_state: Any, plan: Any, params: Any) -> Any:

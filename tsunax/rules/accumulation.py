@@ -90,6 +90,9 @@ class Gather(MadeOfRules):
         flush: bool = False,
         **extra: Any,
     ) -> tuple[PyTree, Window]:
+        # The squares of the other groups of `partition` are of this call alone. A clip of the mean
+        # over the window does not get them.
+        extra.pop("outside", None)
         weight = jnp.float32(1 if weight is None else weight)
         value = jnp.float32(extra.get("value", 0))
         is_counted = (weight > 0) & jnp.isfinite(guard.global_norm(grads)) & jnp.isfinite(value)

@@ -54,8 +54,9 @@ def _clip_by_global_norm(max_norm: optax.ScalarOrSchedule):
     """Scale the whole gradient to an L2 norm of at most `max_norm`.
 
     It is one f32 norm over all leaves that are trained and not frozen. In a group of `partition` it
-    covers all groups if the rule is the first of its chain, else this group. A step with a norm
-    that is not finite is rejected; plain optax code does the same as `optax.clip_by_global_norm`.
+    covers all groups if the rule is the first of its chain, else this group; in an `accumulate` of
+    a group, this group. (In `optax.chain` every rule counts as the first.) A step with a norm that
+    is not finite is rejected; plain optax code does the same as `optax.clip_by_global_norm`.
     HyperparameterError unless `max_norm` is above 0. `g ← g · min(1, max_norm / norm)`.
 
     >>> rule = clip_by_global_norm(1.0)

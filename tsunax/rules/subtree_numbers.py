@@ -13,6 +13,7 @@ so.
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -59,25 +60,40 @@ def _counters(leaves: Sequence[Any], owners: Sequence[int | None]) -> tuple[Any,
     return tuple(x for x, o in zip(leaves, owners, strict=True) if o is None)
 
 
+def counters_by_group(s: Any, params: PyTree) -> tuple[tuple[Any, ...], ...]:
+    """For each group of a live state, the leaves of its optax state that belong to no parameter."""
+    visible_paths = frozenset(s.scope.paths)
+    flags = [path in visible_paths for path in trees.paths(params)]
+    with patterns.group_of(params, flags):
+        owners = owners_of_live(s.live, trees.partition(params, flags)[0])
+    return _counters(jax.tree.leaves(s.inner), owners), *s.extra
+
+
 def recut(
-    opt_state: PyTree, numbers: Numbers, params: PyTree, cuts: Mapping[int, tuple[Any, ...]]
+    opt_state: PyTree,
+    numbers: Numbers,
+    params: PyTree,
+    cuts: Mapping[int, tuple[Any, ...]],
+    old_counters: Mapping[int, tuple[Any, ...]] = MappingProxyType({}),
 ) -> tuple[Any, Any]:
     """The state with other groups of values: `cuts` is {live state: (its new cut, parents)}.
 
-    The new group i inherits the values and counters of the old group `parents[i]`.
+    The new group i inherits the values and counters of the old group `parents[i]`. A new group also
+    gets its counters of `old_counters`, `counters_by_group` of another state with this cut, if the
+    first group has the counters of that state.
     """
 
     def with_new_cut(live_index: int, s):
         if live_index not in cuts:
             return s
-        visible_paths = frozenset(s.scope.paths)
-        flags = [path in visible_paths for path in trees.paths(params)]
         cut, parents = cuts[live_index]
-        with patterns.group_of(params, flags):
-            owners = owners_of_live(s.live, trees.partition(params, flags)[0])
-        counters = (_counters(jax.tree.leaves(s.inner), owners), *s.extra)
+        counters = counters_by_group(s, params)
+        counters = [counters[p] for p in parents]
+        old, first = old_counters.get(live_index), counters[0]
+        if old and len(old[0]) == len(first) and not any(map(trees.bits_differ, old[0], first)):
+            counters = old
         # Copy them, because two groups must not donate the same buffer.
-        extra = tuple(tuple(jnp.array(x, copy=True) for x in counters[p]) for p in parents[1:])
+        extra = tuple(tuple(jnp.array(x, copy=True) for x in xs) for xs in counters[1:])
         return dataclasses.replace(
             s, table=s.table[..., np.asarray(parents), :], extra=extra, cut=interned(cut)
         )
