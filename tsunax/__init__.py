@@ -13,7 +13,7 @@ order.
 
 from tsunax._core import lazy as _lazy
 
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 # The stub `__init__.pyi` lists the names; each is loaded when it is first used.
 __all__, __getattr__, __dir__ = _lazy(globals())  # pyright: ignore[reportUnsupportedDunderAll]

@@ -92,15 +92,20 @@ def gradient_of(options: GradientOptions, where: str) -> Function:
             loss, grads = over_devices(loss, grads, axes, keywords.get("mask"))
         if not per_example:  # `per_example` finishes the gradient of each row
             grads = problem.finish(grads)
-        loss = _with_noise_scale(problem, loss, grads)
-        if loss.terms:
-            # The weight of a batch is the largest weight of its terms, as in the sum of two losses.
-            # The sum of the parts' weights would depend on how the batch was cut.
-            weights = [term.weight for term in loss.terms]
-            loss = dataclasses.replace(loss, weight=functools.reduce(jnp.maximum, weights))
-        return loss, grads
+        return _with_weight_of_terms(_with_noise_scale(problem, loss, grads)), grads
 
     return f
+
+
+def _with_weight_of_terms(loss: Loss) -> Loss:
+    """The loss with the largest weight of its terms, if it has several, as a sum of two losses.
+
+    The sum of the weights of parts would depend on how the batch was cut.
+    """
+    if not loss.terms:
+        return loss
+    largest_weight = functools.reduce(jnp.maximum, (term.weight for term in loss.terms))
+    return dataclasses.replace(loss, weight=largest_weight)
 
 
 def _warn_of_no_key(fn: Function) -> None:

@@ -146,9 +146,22 @@ class Fused:
         return collections.defaultdict(list)
 
     def _compiled_on(self, place: tuple[placement.MeshShardings | None, str]) -> Any:
-        (shardings, platform), step = place, self.step
-        run, mesh = self.call_step, None if shardings is None else shardings.replicated.mesh
+        shardings, platform = place
+        # The compiled loop donates the moving leaves, and leaves the state where it was.
+        is_on_gpu = shardings is None and platform == "gpu"
+        return jax.jit(
+            self._loop_on(shardings, platform),
+            static_argnums=0,
+            donate_argnums=(1,) if self.donate else (),
+            out_shardings=shardings and (shardings.of_leaves, None, shardings.replicated),
+            compiler_options=_options_of_loop() if is_on_gpu else None,
+        )
+
+    def _loop_on(self, shardings: placement.MeshShardings | None, platform: str) -> Function:
+        """The loop, to be compiled for a state with these shardings, or on one device."""
+        step, run = self.step, self.call_step
         if isinstance(step, TrainStep):
+            mesh = None if shardings is None else shardings.replicated.mesh
             run = functools.partial(step.pure, mesh=mesh)
 
         # `n` are the counts of `chunks.count_of`: steps, and rejected steps in a row that end it.
@@ -185,9 +198,7 @@ class Fused:
 
             def is_unfinished(carry):
                 i, moving, *_ = carry
-                if (
-                    kind is None
-                ):  # another state than TrainState and States has no count of rejections
+                if kind is None:  # a state of another type has no count of rejections
                     return i < n[0]
                 return (i < n[0]) & jnp.any(assemble(moving, fixed).rejected_in_a_row < n[1])
 
@@ -207,15 +218,7 @@ class Fused:
             infos = with_scheduled(infos, state)
             return moving, dict(zip(changed, changed_leaves, strict=True)), infos
 
-        # The compiled loop donates the moving leaves, and leaves the state where it was.
-        is_on_gpu = shardings is None and platform == "gpu"
-        return jax.jit(
-            train_steps,
-            static_argnums=0,
-            donate_argnums=(1,) if self.donate else (),
-            out_shardings=shardings and (shardings.of_leaves, None, shardings.replicated),
-            compiler_options=_options_of_loop() if is_on_gpu else None,
-        )
+        return train_steps
 
     def call_step(self, state: PyTree, batch: PyTree, extra: Extra) -> tuple[PyTree, PyTree]:
         """Call the step once, without a loop; a population of `States` calls it for each member."""

@@ -143,12 +143,8 @@ class _TextFile(_Log):
         is_cut = lambda beginning: not lines and beginning.startswith(first_line)
         is_match = lambda beginning: first_line.startswith(beginning) or is_cut(beginning)
         if "\ufffd" in "".join(lines) or not any(map(is_match, self._BEGINNINGS)):
-            raise SaveError(
-                str(self.path),
-                self._where,
-                got=repr(content[:40]),
-                expected=f"{self._BEGINNINGS[0]!r} at the beginning of this logger's own file",
-            )
+            expected = f"{self._BEGINNINGS[0]!r} at the beginning of this logger's own file"
+            raise SaveError(str(self.path), self._where, repr(content[:40]), expected)
         lines.append(last_line)
         repaired = "".join(f"{x}\n" for x in self._repaired(lines, first, names)).encode()
         if repaired != content:

@@ -42,13 +42,9 @@ def begin(
     `rewound` is the run before a rewind, which begins again at the checkpoint of the rewind.
     """
     checks.check_not_tracing("fit()", "There call the step: jax.lax.scan(step, state, batches).")
-    restart = None
-    if rewound is not None:
-        restart = rewound.run.restart
-    elif saver is not None:
-        from tsunax.run.saving import Restart
-
-        restart = Restart.load(saver, step, state, data, options)
+    restart = (
+        _restart(step, state, data, options, saver) if rewound is None else rewound.run.restart
+    )
     if restart is not None:
         state = restart.restored.state
     for member in training_states(state).values():
@@ -65,10 +61,8 @@ def begin(
     parts, saving = _parts(options, restart, memory, agreement)
     if data is None:
         _warn_of_epochs(options, restart)
-    if rewound is None:
-        feed = _feed(step, state, data, options, start, [*parts, *saving])
-    else:
-        feed = rewound.feed
+    new_feed = lambda: _feed(step, state, data, options, start, [*parts, *saving])
+    feed = new_feed() if rewound is None else rewound.feed
     if restart is not None and restart.restored.data is not None:
         with options.clock("data"):
             feed.restore(restart.restored.data, options.fast_forward)
@@ -85,33 +79,42 @@ def begin(
         saver=saver,
     )
     _check_last_batch(step, options, feed, start)
-    # The order of a boundary: commands, evaluation, functions and parts of users, rows, progress,
-    # the save, and the answers to commands.
-    boundary_order = (*parts, run.rows, progress, *saving)
-    # The watch ends last: it sees the wait for the last save, and the error of any other part.
-    begin_order = (*_watch(options, agreement), progress, run.rows, *parts, *saving)
-    interrupt = _interrupt(options, saver, agreement) if rewound is None else rewound.interrupt
-    if rewound is not None and rewound.signal:
-        # A signal that came before the rewind ends the run after the rewind.
-        interrupt.requests.add(("end", rewound.signal))
     fit = Fit(
         step,
         options,
         feed,
         run,
-        parts=boundary_order,
-        begin_order=begin_order,
+        # The order of a boundary: commands, evaluation, functions and parts of users, rows,
+        # progress, the save, and the answers to commands.
+        parts=(*parts, run.rows, progress, *saving),
+        # The watch ends last: it sees the wait for the last save, and the error of any other part.
+        begin_order=(*_watch(options, agreement), progress, run.rows, *parts, *saving),
         agreement=agreement,
         beginning=beginning,
-        interrupt=interrupt,
+        interrupt=_interrupt(options, saver, agreement, rewound),
     )
     _compare(fit)
     if rewound is None and restart is not None and restart.step is not None:
-        if not fit.has_nothing_to_do():
-            history.mark("restart", start)
-            restart.warn_of_edits(start)
-        run.note(f"resumed from {restart.saver.path}, step {start}")
+        _note_restart(fit, restart)
     return fit
+
+
+def _note_restart(fit: Fit, restart: Any) -> None:
+    """Tell that the run continues, if it does, with a mark and a warning of edits."""
+    run = fit.run
+    if not fit.has_nothing_to_do():
+        run.history.mark("restart", run.step)
+        restart.warn_of_edits(run.step)
+    run.note(f"resumed from {restart.saver.path}, step {run.step}")
+
+
+def _restart(step: Step, state: PyTree, data: Any, options: Options, saver: Any) -> Any:
+    """The `Restart` of a run with checkpoints; None without them."""
+    if saver is None:
+        return None
+    from tsunax.run.saving import Restart
+
+    return Restart.load(saver, step, state, data, options)
 
 
 def _compare(fit: Fit) -> None:
@@ -150,8 +153,14 @@ def _warn_of_epochs(options: Options, restart: Any) -> None:
             warn(f"fit(): {name} counts epochs, and a run without data has none.")
 
 
-def _interrupt(options: Options, saver: Any, agreement: processes.Unanimous) -> Interrupt:
+def _interrupt(
+    options: Options, saver: Any, agreement: processes.Unanimous, rewound: Fit | None
+) -> Interrupt:
     """The signals of the run. Ctrl-C apart, they need a checkpoint, or several processes."""
+    if rewound is not None:
+        if rewound.signal:  # It came before the rewind, and ends the run after the rewind.
+            rewound.interrupt.requests.add(("end", rewound.signal))
+        return rewound.interrupt
     takes = lambda name: name == "INT" or saver or (agreement.spans and name not in SAVING)
     return Interrupt(*filter(takes, options.signals), can_save=saver is not None)
 
