@@ -210,6 +210,7 @@ LOSS = [
     row(0, "a total alone in a sum", lambda: returns(lambda v: ts.Loss(v.mean()) + 1.0), LossError),
     row(0, "a total alone in a sum of losses", lambda: ts.Loss.mean(X) + ts.Loss(jnp.float32(1.0)), LossError),
     row(0, "a total alone as a number", lambda: float(ts.Loss(jnp.float32(1.0))), LossError),
+    row(0, "merge of a mean without a weight", lambda: ts.Loss.mean(X).merge(ts.Loss.mean(jnp.float32(1.0))), LossError),
     row(0, "weight per row", lambda: returns(lambda v: ts.Loss(v.sum(), v)), LossError),
     row(0, "weight is text", lambda: returns(lambda v: ts.Loss(v.sum(), "8")), LossError),
     row(0, "weight 0", lambda: returns(lambda v: ts.Loss(v.sum(), 0)), LossError),

@@ -660,6 +660,8 @@ def test_a_manifest_whose_answer_was_lost_does_not_replace_the_next_save(memory,
         checkpoints.save(make(), data="saved")
         checkpoints.wait()
         assert checkpoints.restore(make()).data == "saved"
+        names = {x["path"].split("/")[1] for page in memory.store.list("0/") for x in page}
+        assert len(names) == 1  # no arrays of the failed save stay
     with Checkpoints(**IN_MEMORY) as checkpoints:
         assert checkpoints.restore(make()).data == "saved"
     assert everything_in(IN_MEMORY) == ["0", "tsunax.lock"]

@@ -602,6 +602,9 @@ def test_names_of_a_metric_with_several_numbers_are_those_of_an_evaluation(per_c
         several = functools.partial(step, wrap=lambda x, info=info: info((x, 2 * x)))
         rows = fit(several, X[0], [X[:8]] * 3, steps=3, log_every=1, steps_per_call=per_call)[1]
         np.testing.assert_allclose(rows[name], np.full(3, 2 * X[:8].mean()), rtol=1e-5)
+    both = lambda state, batch: (state, (STEP.pure(fresh(), (X[:8], Y[:8]), {})[1], {"mean": jnp.mean(batch)}))
+    _, history = fit(both, X[0], [X[:8]] * 3, steps=3, log_every=1, steps_per_call=per_call)
+    assert {"0/loss", "0/grad_norm", "1/mean"} <= {*history.names} and "loss/0/0" not in history.names
     with pytest.raises(RowError, match="'loss' at step: got Spread with total, squares, expected numbers"):
         fit(functools.partial(step, wrap=lambda x: Spread(x, x)), X[0], [X[:8]], steps=1, steps_per_call=per_call)
 
@@ -714,6 +717,37 @@ def test_iterate_takes_a_state_back():
     for _ in range(3):
         state, _ = loop.send(fresh())
     assert int(state.step) == 1
+
+
+def test_an_iterate_that_is_deleted_moves_no_data():
+    train_data = data()
+    loop = iterate(STEP, fresh(), train_data, steps=100)
+    next(loop)
+    train_data.set_state({"epoch": 0, "position": 0})
+    loop = iterate(STEP, fresh(), train_data, steps=100)  # the first one is deleted here
+    next(loop)
+    assert train_data.get_state() == {"epoch": 0, "position": 1}
+    fit(STEP, fresh(), train_data, epochs=3)
+    place = train_data.get_state()
+    del loop
+    assert train_data.get_state() == place
+
+
+def test_a_callback_may_be_wrapped():
+    def with_list(f):
+        @functools.wraps(f)
+        def call(run):
+            return f(run, steps)
+
+        return call
+
+    @with_list
+    def note(run, steps):
+        steps.append(run.step)
+
+    steps = []
+    fit(STEP, fresh(), data(), steps=4, callbacks=[note, callbacks.every(2, note)])
+    assert steps[-1] == 4 and 2 in steps
 
 
 def follow_devices(train):

@@ -146,7 +146,7 @@ def test_rows_of_interleaved_data_are_put_back_by_their_numbers(wrap):
     data = ts.data.interleave([ts.batches(x, n, drop_remainder=drop, seed=1) for x, (n, drop) in parts])
     state = ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(())})
     f = lambda params, batch: (jnp.sum(batch.values, 1), batch.indices)
-    with pytest.warns(UserWarning, match=r"interleave draws the order .* prediction i is of row indices\[i\]"):
+    with pytest.warns(UserWarning, match=r"interleave draws the order .* prediction i is row indices\[i\]"):
         sums, indices = ts.predict(f, state, wrap(data))
     assert sums.tolist() == [texts[i].sum() for i in indices] and len({*indices.tolist()}) == 7
     data = ts.data.interleave([ts.batches(np.ones((5, 1), np.float32), 2, drop_remainder=True)])

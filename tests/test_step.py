@@ -526,7 +526,7 @@ def test_an_extra_argument_that_is_the_state_itself_is_refused(capfd):
         step(state, jnp.ones((2, 3)), teacher=state.params)  # a call that compiles nothing is checked, too
 
 
-@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "ignore"}])
+@pytest.mark.parametrize("options", [{}, {"on_nonfinite": "ignore"}, {"on_nonfinite": "ignore", "norms": False}])
 def test_applied_has_a_flag_for_each_member(options):
     members = ts.population(lambda key: ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(3)}), 4, key=0)
     _, info = ts.update(members, {"w": jnp.ones((4, 3))}, **options)

@@ -839,6 +839,16 @@ def test_a_branch_from_before_an_edit_of_the_script_goes_on_with_the_script_of_i
     assert ts.hyperparams(state)["learning_rate"] == np.float32(0.001)
 
 
+def test_a_branch_before_the_first_checkpoint_has_the_script_of_that_checkpoint(tmp_path):
+    step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8)
+    edited_step = ts.train_step(toys.loss_fn, accumulate=2)
+    a_run(tmp_path / "a", step, toys.state, data(), steps=8, every=4)
+    with pytest.warns(UserWarning, match="accumulate has changed from 1 to 2"):
+        a_run(tmp_path / "a", edited_step, toys.state, data(), steps=16, every=8)
+    timeline(tmp_path / "a", step, toys.state, data()).branch(2, tmp_path / "b")
+    a_run(tmp_path / "b", step, toys.state, data(), steps=4)  # without a warning of an edit
+
+
 def test_a_branch_at_the_end_of_its_parent_has_the_bits_of_the_parent_that_goes_on(tmp_path):
     """The parent drops the evaluation and the row of its end, and so does the branch."""
     step, data = ts.train_step(toys.loss_fn), lambda: ts.batches(toys.X, 8, shuffle=True, seed=1)

@@ -130,7 +130,7 @@ def run_epoch(
     check_step("run_epoch()", step, state)
     feed, parts, steps_done = Feed(step, data, state, Limits()), [], 0
     caller = _caller("run_epoch()", step, state, feed, extra)
-    with contextlib.closing(feed):
+    with feed.given_back_at_errors():
         while (chunk := caller.take(RESIDENT, state, steps_done)) is not None:
             state, infos = caller.call(state, chunk, steps_done)
             steps_done += chunk.steps
@@ -178,7 +178,7 @@ def iterate(
     settings = {"goal": str(goal), "steps_per_call": steps_per_call}
     caller = _caller("iterate()", step, state, feed, extra, **settings)
     steps_done, yielded_at, info = 0, 0, None
-    with contextlib.closing(feed):
+    with feed.given_back_at_errors():
         while not goal.reached(steps_done, feed.epoch):
             most_steps = min(yielded_at + steps_per_call - steps_done, goal.steps_left(steps_done))
             chunk = caller.take(int(most_steps), state, steps_done)

@@ -126,6 +126,8 @@ class Loss:
         `a.merge(b).compute()` is the mean over the rows of both. Both need a weight. Raises
         LossError for metrics of different names, and for sums of different numbers of means.
         """
+        if self.weight is None or other.weight is None:
+            raise LossError("weight", "Loss.merge()", "none", "a number, as Loss.mean(values) has")
         parts_of = lambda loss: f"{len(loss.terms) or 1} weights, metrics {sorted(loss.metrics)}"
         if parts_of(self) != parts_of(other):
             raise LossError("other", "Loss.merge()", parts_of(other), parts_of(self))

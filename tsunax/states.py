@@ -191,7 +191,7 @@ def _rejected_counts(states: Iterable[TrainState]) -> Any:
     return jnp.stack([state.rejected for state in states], -1)
 
 
-def _check_members(members: Mapping[str, object], *runs: States) -> None:
+def _check_members(members: Mapping[str, object], run: States | None = None) -> None:
     """Raise unless these are states of one size, also of the size of the run that they join."""
     reserved_names = {*dir(States), "clock", "tally", "carry", "members"}
     if not members:
@@ -206,7 +206,7 @@ def _check_members(members: Mapping[str, object], *runs: States) -> None:
                 got=trees.describe(state),
                 expected="a TrainState; what no rule trains is carry=",
             )
-    sizes = {members_of(state) for state in (*members.values(), *runs)}
+    sizes = {members_of(state) for state in (*members.values(), run) if state is not None}
     if len(sizes) > 1:
         texts = sorted("one state" if n is None else f"a population of {n}" for n in sizes)
         expected = "single states, or populations of one size"
@@ -348,10 +348,10 @@ def over_members(f: Callable, state: TrainState | States, *args, group_size: int
 
     A tree in `each` has one value for each member; the members share all other trees.
     """
-    leaves, treedef = jax.tree.flatten(args, is_leaf=_is_each)
     n = members_of(state)
     if n is None:
         return f(state, *args)
+    leaves, treedef = jax.tree.flatten(args, is_leaf=_is_each)
 
     def call_member(parts):
         state, own_values = parts[0], iter(parts[1])

@@ -152,7 +152,9 @@ class StepInfo(NamedTuple):
         """
         if self.verdict is not None:
             return self.verdict == 0
-        number = next((x for x in (self.loss, self.grad_norm, self.step) if x is not None), 0)
+        table = None if self.numbers is None else self.numbers.values[..., 0, 0]
+        numbers = (self.loss, self.grad_norm, self.step, table)
+        number = next((x for x in numbers if x is not None), 0)
         return np.ones(np.shape(number), bool)  # for a population (members,)
 
     def __repr__(self) -> str:

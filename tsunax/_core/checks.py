@@ -246,7 +246,7 @@ def parameters_of(f: Callable) -> list[inspect.Parameter]:
 def check_takes(what: str, where: str, f: Callable, expected: str, *args: Any, **kw: Any) -> None:
     """Raise WrongTypeError unless `f` is a function that accepts these arguments."""
     try:
-        inspect.signature(f).bind(*args, **kw)
+        inspect.signature(f, follow_wrapped=False).bind(*args, **kw)
     except TypeError:
         got = trees.describe_call(f) if callable(f) else trees.describe(f)
         raise WrongTypeError(what, where, got, expected) from None

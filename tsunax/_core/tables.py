@@ -80,6 +80,6 @@ def flat(values: Mapping[Any, Any], root: str = "") -> dict[str, float]:
             numbers |= flat(value, f"{root}{name}/")
         elif np.ndim(value):
             numbers |= {f"{root}{name}/{i}": float(x) for i, x in enumerate(np.ravel(value))}
-        else:
+        elif value is not None:
             numbers[f"{root}{name}"] = float(value)
     return numbers

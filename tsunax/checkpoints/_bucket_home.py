@@ -160,7 +160,9 @@ class BucketHome(CheckpointHome):
         """Delete saves: of each its manifest, and then the rest."""
         for name in names:
             (self.path / name).unlink(MANIFEST)
-            if other_objects := self._saves[name] - {MANIFEST}:
+            # The objects of a failed save are unknown if its deletion failed, too.
+            objects = self._saves[name] or self._listed(f"{name}/").get(name, set())
+            if other_objects := objects - {MANIFEST}:
                 (self.path / name).unlink(*other_objects)
             del self._saves[name]
 

@@ -236,7 +236,8 @@ def interleave(parts: Sequence[Batches] | Mapping[Any, Batches], seed: int = 0) 
     Each part has its own shape, and a run compiles each shape once. An epoch has every batch of
     every part. Like `batches`, it is a function of (seed, epoch) and resumes at any batch. Steps
     that `fit` calls at once are of one shape. Raises WrongTypeError for a part that is
-    not `ts.batches(...)` without a device, DataError if there are no parts.
+    not `ts.batches(...)` without a device, DataError if there are no parts, HyperparameterError for
+    a negative seed.
 
     >>> import tsunax as ts
     >>> short, long = np.zeros((4, 8)), np.zeros((2, 16))

@@ -362,8 +362,8 @@ def _warn_of_rows(data: Any) -> None:
             warn(f"predict(): drop_remainder=True leaves out {rows} of {part['rows']} rows.")
     if "parts" in settings:
         warn(
-            "predict(): ts.data.interleave draws the order of its batches. Return batch.indices of "
-            "ts.data.pad beside the outputs: prediction i is of row indices[i]."
+            "predict(): ts.data.interleave draws the order of its batches. Return row numbers "
+            "beside the outputs, as batch.indices of ts.data.pad: prediction i is row indices[i]."
         )
     if settings.get("shuffle"):
         warn(

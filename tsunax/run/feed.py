@@ -15,6 +15,7 @@ start of a run, and again if a callback moved the state to other devices:
     Stacks          all other data: batches that were stacked on the host
 """
 
+import contextlib
 import functools
 import itertools
 import re
@@ -130,8 +131,10 @@ class Feed:
         self._may_have_moved, self._has_ended = False, False
         # The place after the last batch, because a loader may change its own place later.
         self._place: dict[str, Any] | None = None
-        divided = divides_rows(state)
-        self._choose: Function = lambda home: _feeder_of(self.source, step, divided, home, limits)
+        is_divided = divides_rows(state)
+        self._choose: Function = lambda home: _feeder_of(
+            self.source, step, is_divided, home, limits
+        )
         self._feeder: Feeder = self._choose(self._home)
 
     @property
@@ -237,6 +240,15 @@ class Feed:
         """Move the data back to their place before the run, if they can."""
         self._reading.return_data()
 
+    @contextlib.contextmanager
+    def given_back_at_errors(self) -> Iterator[None]:
+        """A block. If it fails, the data go back to before a batch that was read too many."""
+        try:
+            yield
+        except Exception:  # not a GeneratorExit: an old `iterate` moves no data when it is deleted
+            self.source.give_back()
+            raise
+
     def close(self) -> None:
         self.sync()
         self.source.give_back()
@@ -244,7 +256,7 @@ class Feed:
             self.source.data.close()  # ends the thread that reads ahead
 
 
-def _feeder_of(source: Source, step: Step, divided: bool, home: Any, limits: Limits) -> Feeder:
+def _feeder_of(source: Source, step: Step, is_divided: bool, home: Any, limits: Limits) -> Feeder:
     """The feeder for this source, for a state with the sharding `home`."""
     data = source.data
     if isinstance(limits.steps_per_call, int):  # more room is never filled
@@ -253,17 +265,17 @@ def _feeder_of(source: Source, step: Step, divided: bool, home: Any, limits: Lim
     if isinstance(data, NoData):
         return chunks.NoBatches(limits)
     if limits.steps_per_call is not None and _is_resident(data, home):
-        return chunks.ResidentRows(source, divided)
+        return chunks.ResidentRows(source, is_divided)
     forms = chunks.Forms(data, limits)
     if limits.steps_per_call is None:
-        return chunks.SingleBatches(source, forms, step, divided)
+        return chunks.SingleBatches(source, forms, step, is_divided)
     if isinstance(data, list | tuple) and len(data) == 1 and limits.last_epoch > 0:
         forms = chunks.Forms(data, limits, chunks.REPEATED_BYTES)
-        return chunks.OneBatch(source, forms, step, divided, limits.last_epoch)
+        return chunks.OneBatch(source, forms, step, is_divided, limits.last_epoch)
     # Batches of a call have one shape, so a call crosses no short batch at the end of an epoch.
     crosses_epochs = isinstance(data, Data) and data.is_of_arrays and data.tail_rows == 0
     last_epoch = limits.last_epoch if crosses_epochs else 0
-    return chunks.Stacks(source, forms, step, divided, last_epoch)
+    return chunks.Stacks(source, forms, step, is_divided, last_epoch)
 
 
 def _is_resident(data: Any, home: Any) -> bool:
@@ -328,7 +340,9 @@ class Caller:
         self.place_extra(extra, state)
 
     def place_extra(self, extra: Mapping[str, Any], state: PyTree) -> None:
-        """Put the step's arguments on the state's devices; again if a callback changed either."""
+        """Put the step's arguments on the devices of the state; again if either has changed."""
+        if not (extra or self.extra):
+            return
         new, home = dict(extra), placement.state_sharding(state)
         if self._placed_extra is not None:
             old, old_home = self._placed_extra

@@ -196,6 +196,9 @@ def user_names(infos: PyTree) -> list[str]:
 def _named_parts(infos: PyTree, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Each `StepInfo` and each other number of infos, and the names above it: "critic/"."""
     infos = infos.info if isinstance(infos, StatesInfo) else infos
+    is_sequence = isinstance(infos, list | tuple) and not isinstance(infos, StepInfo)
+    if is_sequence and any(isinstance(part, StepInfo | Mapping) for part in infos):
+        infos = dict(enumerate(infos))
     if not isinstance(infos, Mapping):
         yield prefix, infos
         return
@@ -247,7 +250,7 @@ def by_element(name: str, x: Any) -> dict[str, Any]:
         return {name: column for columns in parts_by_name for name, column in columns.items()}
     if x is None:
         return {}
-    if not hasattr(x, "shape"):
+    if not trees.is_array(x):
         raise RowError(repr(name), "step", trees.describe(x), "numbers, or a dict of numbers")
     flat = np.reshape(x, (len(x), -1))
     if np.ndim(x) == 1 or flat.shape[1] > MOST_COLUMNS:

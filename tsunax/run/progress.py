@@ -154,9 +154,8 @@ class Progress(EachBoundary):
         if self.reason is not None:
             texts = [f"{timedelta(seconds=round(self.elapsed))} in all"]
         elif self.rate and self.total is not None:
-            seconds_left = min(
-                (self.total - self.step) / self.rate, 1e12
-            )  # a timedelta has a limit
+            steps_left = self.total - self.step
+            seconds_left = min(steps_left / self.rate, 1e12)  # a timedelta has a limit
             texts = [f"{timedelta(seconds=round(seconds_left))} left"]
         if self.rate:
             texts.append(f"{short(self.rate)} {self.unit}s/s")

@@ -58,9 +58,9 @@ def branched(
         for name, change in newest_script.get("untold_changes", {}).items()
         if change[1] < moment.calls
     }
-    # The script may have been edited after the moment, so its facts are of the checkpoint before.
-    earlier_step = _neighbors(saved, step)[0]
-    script = newest_script if earlier_step is None else saved.script(earlier_step)
+    # The script may have been edited after the moment, so its facts are of the nearest checkpoint.
+    script_step = next((s for s in _neighbors(saved, step) if s is not None), None)
+    script = {} if script_step is None else saved.script(script_step)
     facts = {name: script[name] for name in KEPT_FACTS if name in script}
     parent = {"path": str(saved.checkpoints.path), "step": step, "edits": changes}
     facts |= {"parent": parent, "untold_changes": changes_before, "edits": dump_edits(edits)}

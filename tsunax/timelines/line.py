@@ -349,7 +349,9 @@ class Timeline:
         self._check_script("state")
         saved_script = self.saved.script(self._newest_step("timeline"))
         first = moment_of_start(self._first_state, saved_script.get("first_place"))
-        self._compare_settings(first.state, saved_script)
+        earliest_step = self.saved.first_readable(self.saved.steps)
+        earliest_script = None if earliest_step is None else self.saved.script(earliest_step)
+        self._compare_settings(first.state, earliest_script)
         is_edited = saved_script.get("is_script_edited")
         first_count = first.calls if is_of_calls else first.step
         if (first.calls and count != first_count) or is_edited:
@@ -370,6 +372,7 @@ class Timeline:
         self._check_script("state")
         first = self._first_state
         like = first() if callable(first) else first
+        check_is_whole(like)
         restored = reading.as_saved(run.checkpoints, saved_step, like)
         self._compare_settings(like, restored.script)
         return Moment(restored.state, restored.data, len(run.edits(saved_step)))
@@ -378,7 +381,6 @@ class Timeline:
         """Warn once of settings of the script that differ from the saved ones."""
         if self._has_compared or self._script.step is None:
             return
-        check_is_whole(state)
         self._has_compared, script = True, self._script
         facts = script_settings.script_of(script.step, state, script.data, script.extra)
         saved_settings = (saved_script or {}).get("settings")
