@@ -15,7 +15,8 @@ import tsunax as ts
 
 LIBRARIES = (
     "jax", "jaxlib", "optax", "flax", "orbax-checkpoint", "numpy", "ml-dtypes", "grain",
-    "tensorboardX", "optuna", "ray", "mpi4py", "matplotlib", "safetensors", "equinox", "torch",
+    "tensorboardX", "optuna", "ray", "mpi4py", "matplotlib", "safetensors", "obstore", "equinox",
+    "torch",
 )  # fmt: skip
 SETTINGS = ("TSUNAX_DEVICE", "JAX_PLATFORMS", "XLA_FLAGS")  # that decide which devices there are
 
