@@ -44,7 +44,7 @@ def _reasons(new: Traced, old: Traced) -> tuple[int, list[str]]:
     texts = [f"{part} is another one" for part in parts[:1]]
     a, b = _leaf_types(new), _leaf_types(old)
     for place in b | a:
-        is_of_state = place.removeprefix("the sharding of ").startswith("state.")
+        is_of_state = place.removeprefix("the sharding of ").startswith(("state.", "state["))
         if a.get(place) == b.get(place) or (parts and is_of_state):
             continue  # leaves of the state follow from the static part
         is_new = place not in b
