@@ -4,10 +4,11 @@
 it; `one cond` computes the same in the fastest way that `benchmarks verdict` knows, the one that the default step of
 tsunax takes; `bare` computes none of them. `tsunax, bare` is the step with norms and guard off.
 Each ratio is over the hand-written loop above it. Memory-bound models and MLPs of several depths are in CPU time, with
-the temporary memory of the compiled programs. `NPROC=1 python -m benchmarks step` has XLA use one thread.
+the temporary memory of the compiled programs. `NPROC=1 python -m benchmarks step` measures these with one thread of XLA.
 """
 
 import functools
+import os
 import time
 
 import jax
@@ -23,6 +24,7 @@ CASES = {  # sizes, rows of a batch, steps of a burst, rounds
     "200 leaves": ([32] * 100 + [10], 8, 15, 40),
 }
 TX = optax.adam(1e-3)
+ONE_THREAD = os.environ.get("NPROC") == "1"
 
 
 def unguarded(loss_fn):
@@ -126,7 +128,7 @@ def cpu_times() -> None:
             middle = sorted(values)[len(values) // 2]
             rows.append((f"{name}: {contender}", middle, *over, memory[contender], memory[contender] / memory["bare"]))
     head = ("contender", "CPU us/step", "x bare", "x one cond", "temporary MB", "x bare's")
-    table("CPU time and temporary memory", rows, head)
+    table(f"CPU time and temporary memory{', one thread of XLA' if ONE_THREAD else ''}", rows, head)
 
 
 def compile_seconds(lowered: dict, rounds=5) -> dict[str, list[float]]:
@@ -143,6 +145,8 @@ def compile_seconds(lowered: dict, rounds=5) -> dict[str, list[float]]:
 
 def main() -> None:
     cpu_times()
+    if ONE_THREAD:
+        return save("step-one-thread")
     step = ts.train_step(mlp_loss)
     plain_step = ts.train_step(mlp_loss, norms=False, on_nonfinite="ignore")
     for name, (sizes, rows, steps, rounds) in CASES.items():
