@@ -109,21 +109,23 @@ class _TextFile(_Log):
     @contextlib.contextmanager
     def _ready(self, first: int | None = None) -> Iterator[None]:
         """A block in which the file is open and whole, and no other logger changes it."""
+        folder = os.path.dirname(self.path)
         with contextlib.ExitStack() as stack:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            if not os.path.isdir(folder):  # `makedirs` for an existing folder takes ten times as long
+                os.makedirs(folder, exist_ok=True)
             with contextlib.suppress(ImportError, OSError):  # not every system has such locks
                 import fcntl
 
-                folder = os.open(self.path.parent, os.O_RDONLY)
-                stack.callback(os.close, folder)
-                fcntl.flock(folder, fcntl.LOCK_EX)
+                lock = os.open(folder, os.O_RDONLY)
+                stack.callback(os.close, lock)
+                fcntl.flock(lock, fcntl.LOCK_EX)
             if not self._is_whole():
                 self._open(first)
             yield
 
     def _is_whole(self) -> bool:
         """Whether the open file still has this path, and its last line ends with a line break."""
-        if self._file is None or not self.path.exists():
+        if self._file is None or not os.path.exists(self.path):
             return False
         stat = os.fstat(self._file.fileno())
         self._file.seek(max(stat.st_size - 1, 0))
