@@ -22,7 +22,7 @@ import functools
 import operator
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -122,9 +122,22 @@ def excess(tree: PyTree) -> jax.Array:
 # Verdict
 
 LIMIT = np.iinfo(np.int32).max  # the last call that the clock counts
-# `update` acts for "skip" and "ignore". "raise" and "drop" are "skip" in it: a call raises in
-# `TrainStep.call`, a run of `fit` in `run.rejections`; the gradient drops in `_step.gradients`.
-POLICIES = ("skip", "raise", "ignore", "drop")
+
+
+class Policy(NamedTuple):
+    """What happens to a step that is not finite."""
+
+    judges: bool = True  # `update` rejects the step
+    drops: bool = False  # `value_and_grad` leaves out the micro-batches that are not finite
+    raises: bool = False  # the reader of the info raises, if the step was rejected
+
+
+POLICIES = {
+    "skip": Policy(),
+    "raise": Policy(raises=True),
+    "ignore": Policy(judges=False),
+    "drop": Policy(drops=True),
+}
 GOT = "got {}"
 
 

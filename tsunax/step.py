@@ -246,7 +246,8 @@ def update_unchecked(
     watch: Watch | None = None,
 ) -> tuple[TrainState, StepInfo]:
     """`update` without the checks of its arguments."""
-    if state.loss_scale is not None and on_nonfinite == "ignore":
+    is_judged = guard.POLICIES[on_nonfinite].judges
+    if state.loss_scale is not None and not is_judged:
         expected = "another policy: a loss scale lives from rejected steps"
         raise StateError("on_nonfinite", "update()", "'ignore'", expected)
     grads, loss = fit_gradients(state, grads, as_update_loss(loss))
@@ -256,7 +257,6 @@ def update_unchecked(
     value = None if loss.total is None else loss.compute()
     thawed = thawed_flags(state)
     grads = guard.without_frozen(grads, thawed)
-    is_judged = on_nonfinite != "ignore"
     mean, grad_norm = mean_over_rows(grads, trained_part(state)), None
     # A rule that clips first gets the verdict's norm, and has to clip by the same bits as optax.
     shares_norm = mean is grads and getattr(state.plan.update, "begins_with_norm", False)

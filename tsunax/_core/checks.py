@@ -218,7 +218,7 @@ def check_count(n: Any, where: str, name: str, least: int = 1) -> int:
     return count
 
 
-def check_choice(value: Any, where: str, name: str, choices: Sequence[str]) -> None:
+def check_choice(value: Any, where: str, name: str, choices: Iterable[str]) -> None:
     """Raise HyperparameterError unless `value` is one of the `choices`."""
     if not isinstance(value, str) or value not in choices:  # `in` would fail for arrays
         expected = " or ".join(map(repr, choices))

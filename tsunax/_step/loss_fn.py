@@ -74,6 +74,11 @@ class GradientOptions(MadeOfLossFn):
         return hash_of_fields(self)
 
     @property
+    def policy(self) -> guard.Policy:
+        """What happens to a step that is not finite."""
+        return guard.POLICIES[self.on_nonfinite]
+
+    @property
     def is_cut(self) -> bool:
         """Whether a batch is cut, into micro-batches or rows."""
         return self.accumulate > 1 or self.per_example is not False

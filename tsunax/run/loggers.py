@@ -111,7 +111,7 @@ class _TextFile(_Log):
         """A block in which the file is open and whole, and no other logger changes it."""
         folder = os.path.dirname(self.path)
         with contextlib.ExitStack() as stack:
-            if not os.path.isdir(folder):  # `makedirs` for an existing folder takes ten times as long
+            if not os.path.isdir(folder):  # `makedirs` takes ten times as long
                 os.makedirs(folder, exist_ok=True)
             with contextlib.suppress(ImportError, OSError):  # not every system has such locks
                 import fcntl
