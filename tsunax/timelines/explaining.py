@@ -105,19 +105,17 @@ class Explanation:
         """A matplotlib Figure: the losses of the rows, and the gradient norms of the leaves."""
         from tsunax.run import plots
 
-        figure = plots.new_figure(9, 4)
+        figure = plots.new_figure(9, 2.8)
         row_axes, norm_axes = figure.subplots(1, 2)
         values, name = (self.falls, "fall") if len(self.falls) else (self.losses, "loss")
         row_axes.bar([str(row) for row in self.rows[:MOST_LISTED]], values[:MOST_LISTED])
-        row_axes.set_xlabel("row")
-        row_axes.set_ylabel(name)
-        for name, values in self.norms.items():
-            norm_axes.plot(self.norm_steps, values, label=name)
-        norm_axes.set_yscale("log")
-        norm_axes.set_xlabel("step")
-        norm_axes.set_ylabel("gradient norm")
-        if 0 < len(self.norms) <= MOST_LISTED:
-            norm_axes.legend(fontsize="small")
+        row_axes.set_ylabel(name, fontsize=9)
+        row_axes.tick_params(labelsize=8)
+        steps = np.array(self.norm_steps, int)
+        norms = {name: (steps, values) for name, values in self.norms.items()}
+        plots.draw(norm_axes, "gradient norm", norms or {"gradient norm": (steps, np.array([]))})
+        for axes, name in ((row_axes, "row"), (norm_axes, "step")):
+            axes.set_xlabel(name, fontsize=9)
         return figure
 
 
