@@ -77,7 +77,8 @@ def evaluate(
         )
     is_eval_step = isinstance(eval_step, EvalStep)
     pads = is_eval_step and "mask" not in extra and "mask" in LossFn.of(eval_step.loss_fn).names
-    total, first_call = None, None
+    totals: list[tuple[int, Loss]] = []
+    first_call = None
     merge, compute = _OF_STATE if members_of(state) is None else _OF_MEMBERS
     agreement = processes.current().agreement("evaluate()", state, innermost(data))
     agreement.start({"eval_step": eval_step}, {})
@@ -97,18 +98,32 @@ def evaluate(
             check_model_state(loss.model_state, state.model_state)
             state = dataclasses.replace(state, model_state=loss.model_state)
             loss = dataclasses.replace(loss, model_state=None)
-        if total is None:
+        if not totals:
             first_call = batch, keywords
         elif first_call is not None:
             if is_eval_step and any(eval_step.changes):
                 _check_carries(eval_step.carrying, state, *first_call, compute)
                 eval_step.changes.clear()  # loss_fn does not read its changes: checked once a trace
             first_call = None  # frees the memory of a batch
-        total = loss if total is None else merge(total, loss)
+        _add(totals, loss, merge)
         if ONE_BATCH.get():
             break
-    assert total is not None  # a source without a batch raises
+    _, total = totals.pop()  # a source without a batch raises
+    while totals:
+        total = merge(totals.pop()[1], total)
     return flat(jax.device_get(compute(total)))
+
+
+def _add(totals: list[tuple[int, Loss]], loss: Loss, merge: Function) -> None:
+    """Add the loss of a batch to the totals of 8, 4, 2 and 1 batches, for example.
+
+    Totals of as many batches are merged, so that the sum of n batches is rounded log2(n) times: one
+    total of 150,000 batches was wrong by 4e-5.
+    """
+    count = 1
+    while totals and totals[-1][0] == count:
+        loss, count = merge(totals.pop()[1], loss), 2 * count
+    totals.append((count, loss))
 
 
 def _placed_batches(
