@@ -91,7 +91,7 @@ def _raise_if_rejected(
 
         info, batch = infos.stacked(state, int(i)), feed.batch_at(int(i))
         place = f"step {i + 1} of the {steps} of a call" if steps > 1 else ""
-        step_errors.raise_if_rejected(step, state, info, batch, extra, place)
+        step_errors.RejectedCall(step, state, info, batch, extra).raise_error(place)
 
 
 def _length_of(batches: PyTree) -> int:

@@ -280,7 +280,7 @@ class TrainStep(GradientOptions):
         if raises:
             from tsunax._step import step_errors
 
-            step_errors.raise_if_rejected(self, state, info, batch, extra)
+            step_errors.RejectedCall(self, state, info, batch, extra).raise_error()
         return state, info
 
     def lower(self, state: TrainState, batch: PyTree = None, **extra: Any) -> jax.stages.Lowered:

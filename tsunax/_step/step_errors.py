@@ -4,15 +4,15 @@ import contextlib
 import dataclasses
 import difflib
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from tsunax import errors, guard, losses
-from tsunax._core import Extra, checks, placement, trees
+from tsunax._core import Extra, PyTree, checks, placement, trees
 from tsunax._state import COUNTS
 from tsunax._step.loss_fn import CutsItsBatch, LossFn, inputs_of_loss_fn
 from tsunax.errors import NonFiniteError, StateError, hide_own_frames
@@ -43,67 +43,75 @@ def explain(error: Exception, step, state: TrainState, batch: Any, extra: Extra)
         check_not_donated(state, {"batch": batch, **extra})
 
 
-def raise_if_rejected(step, state: TrainState, info: Any, batch, extra, place: str = "") -> None:
-    """Raise NonFiniteError for a rejected step, unless it only lowered the loss scale.
+class RejectedCall(NamedTuple):
+    """A call of a step that was perhaps rejected."""
 
-    `place` names the step in a call of many steps; the state is the state after the call.
-    """
-    rejected = np.flatnonzero(info.verdict > 0)
-    if not len(rejected):
-        return
-    if np.ndim(info.verdict):
-        reason = guard.explain(int(info.verdict[rejected[0]]), state.opt_state)
-        text = f"members {rejected.tolist()} were rejected, the first for its {reason}"
-    elif is_searching(state, info, int(info.verdict)):
-        return
-    else:
-        reason = rejection_reason(step, state, info, batch, extra)
-        if state.loss_scale is not None:
-            reason += f", {int(state.rejected_in_a_row)} rejected in a row"
-        place = place or f"step {int(state.step)} (call {int(state.calls) - 1})"
-        text = f"{place} was rejected: {reason}"
-    raise NonFiniteError(f"{text}. `error.state` is the state after the call.", state, info)
+    step: Any  # the `TrainStep`
+    state: TrainState  # after the call
+    info: Any  # None for a call that is replayed
+    batch: PyTree
+    extra: Mapping[str, Any]
 
+    def raise_error(self, place: str = "") -> None:
+        """Raise NonFiniteError for a rejected step, unless it only lowered the loss scale.
 
-def rejection_reason(step, state: TrainState, info: Any, batch, extra) -> str:
-    """Why a step was rejected: the bad leaf, micro-batch, batch or labels. Compiles once, waits."""
-    # A rejected step changes only counts, so the rejected gradients can be computed again. The
-    # count of calls decides the random keys.
-    one_call = np.eye(len(COUNTS), dtype=np.int32)[COUNTS.index("calls")]
-    state_before = dataclasses.replace(state, clock=state.clock - one_call)
-    grads, dropped = _gradient_program(step)(state_before, batch, extra)
-    reason = guard.explain(int(info.verdict), state.opt_state, grads)
-    if dropped is not None and np.any(dropped):
-        reason += f", micro-batch {int(np.argmax(np.asarray(dropped) != 0))} of {step.accumulate}"
-    reason += about_batch(step, state, info, batch, extra, joins_rows=True)
-    if (scale := state.loss_scale) is not None and info.loss_scale is not None:
-        floor = ", its floor" if scale.dynamic and info.loss_scale <= scale.floor else ""
-        reason += f", loss scale {float(info.loss_scale)}{floor}"
-    return reason
+        `place` names the step in a call of many steps; `state` is the state after these.
+        """
+        state, info = self.state, self.info
+        rejected = np.flatnonzero(info.verdict > 0)
+        if not len(rejected):
+            return
+        if np.ndim(info.verdict):
+            reason = guard.explain(int(info.verdict[rejected[0]]), state.opt_state)
+            text = f"members {rejected.tolist()} were rejected, the first for its {reason}"
+        elif is_searching(state, info, int(info.verdict)):
+            return
+        else:
+            reason = self.reason()
+            if state.loss_scale is not None:
+                reason += f", {int(state.rejected_in_a_row)} rejected in a row"
+            place = place or f"step {int(state.step)} (call {int(state.calls) - 1})"
+            text = f"{place} was rejected: {reason}"
+        raise NonFiniteError(f"{text}. `error.state` is the state after the call.", state, info)
 
+    def reason(self) -> str:
+        """The bad leaf, micro-batch, batch or labels. Compiles a program, and waits for it."""
+        step, state, info, batch, extra = self
+        # A rejected step changes only counts, so the rejected gradients can be computed again. The
+        # count of calls decides the random keys.
+        one_call = np.eye(len(COUNTS), dtype=np.int32)[COUNTS.index("calls")]
+        state_before = dataclasses.replace(state, clock=state.clock - one_call)
+        grads, dropped = _gradient_program(step)(state_before, batch, extra)
+        reason = guard.explain(int(info.verdict), state.opt_state, grads)
+        if dropped is not None and np.any(dropped):
+            number = int(np.argmax(np.asarray(dropped) != 0))
+            reason += f", micro-batch {number} of {step.accumulate}"
+        reason += self.about_batch(joins_rows=True)
+        if (scale := state.loss_scale) is not None and info.loss_scale is not None:
+            floor = ", its floor" if scale.dynamic and info.loss_scale <= scale.floor else ""
+            reason += f", loss scale {float(info.loss_scale)}{floor}"
+        return reason
 
-def about_batch(
-    step, state: TrainState, info: Any, batch, extra, *, joins_rows: bool = False
-) -> str:
-    """The numbers of a batch that are not finite, or its first wrong label in a class loss; or "".
+    def about_batch(self, *, joins_rows: bool = False) -> str:
+        """The numbers of the batch that are not finite, or its first wrong label, or "".
 
-    If `joins_rows`, the labels of several micro-batches are checked: loss_fn gets all rows at once.
-    """
-    fault = guard.fault_in_batch(batch)
-    may_run_loss = joins_rows or step.accumulate == 1
-    if not fault and may_run_loss and info.verdict is not None and guard.is_of_loss(info.verdict):
-        fault = wrong_label(step, state, batch, extra)
-    return fault and f", {fault}"
+        If `joins_rows`, the labels of several micro-batches are checked: loss_fn gets all rows.
+        """
+        fault, verdict = guard.fault_in_batch(self.batch), self.info.verdict
+        may_run_loss = joins_rows or self.step.accumulate == 1
+        if not fault and may_run_loss and verdict is not None and guard.is_of_loss(verdict):
+            fault = self.wrong_label()
+        return fault and f", {fault}"
 
-
-def wrong_label(step, state: TrainState, batch, extra) -> str:
-    """The first wrong label, if without such labels the loss is finite; loss_fn runs eagerly."""
-    fn = LossFn.of(step.loss_fn)
-    with repaired_labels() as label_faults, contextlib.suppress(Exception):
-        keywords = fn.keywords(state, extra, train=True)
-        loss = fn(*inputs_of_loss_fn(fn, state, state.params, batch, keywords), keywords).compute()
-        return label_faults[0] if label_faults and np.isfinite(loss) else ""
-    return ""
+    def wrong_label(self) -> str:
+        """The first wrong label, if the loss is finite without such labels. It is run eagerly."""
+        fn, state = LossFn.of(self.step.loss_fn), self.state
+        with repaired_labels() as label_faults, contextlib.suppress(Exception):
+            keywords = fn.keywords(state, dict(self.extra), train=True)
+            inputs = inputs_of_loss_fn(fn, state, state.params, self.batch, keywords)
+            loss = fn(*inputs, keywords).compute()
+            return label_faults[0] if label_faults and np.isfinite(loss) else ""
+        return ""
 
 
 @contextlib.contextmanager

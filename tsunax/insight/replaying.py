@@ -113,8 +113,8 @@ def replay(
     names, n = ("loss", "gradient of params"), step.accumulate
     report = _report_on_first_bad(loss_and_gradient, names, arguments, n)
     if report and report.result == "loss":
-        wrong_labels = step_errors.wrong_label(step, *arguments)
-        text = f"{report.text} In this batch, {wrong_labels}." if wrong_labels else report.text
+        wrong_label = step_errors.RejectedCall(step, state, None, batch, extra).wrong_label()
+        text = f"{report.text} In this batch, {wrong_label}." if wrong_label else report.text
         return dataclasses.replace(report, text=text)
     old_fields = _moved_fields(state)
     if report := report or _report_on_first_bad(

@@ -99,7 +99,8 @@ class Rejections:
                 if isinstance(self.step, TrainStep) and self._has_batch(infos):
                     _, state, info_of_state = parts[0]
                     batch, _ = _batch_of(i, chunks)
-                    text += step_errors.about_batch(self.step, state, info_of_state, batch, extra)
+                    call = step_errors.RejectedCall(self.step, state, info_of_state, batch, extra)
+                    text += call.about_batch()
                 is_whole = isinstance(run.state, TrainState) and all_rejected
                 unchanged = "the state" if is_whole else "what was rejected"
                 run.tell("rejected", text)
@@ -143,7 +144,8 @@ class Rejections:
             from tsunax._step import step_errors
 
             batch, _ = _batch_of(i, chunks)
-            reason = step_errors.rejection_reason(self.step, run.state, run.info, batch, extra)
+            call = step_errors.RejectedCall(self.step, run.state, run.info, batch, extra)
+            reason = call.reason()
             state = "error.state, exact=False" if later_calls else "error.state"
             hint = f" Next: ts.replay(step, *error.rejected[-1].of({state}))."
         summary = f"step {run.step} of epoch {epochs_of(chunks)[i]} was rejected: {reason}; {limit}"
