@@ -155,5 +155,7 @@ def test_an_evaluation_takes_a_key():
 def test_the_mean_of_many_batches_is_right_to_the_last_digit():
     """A running sum of 3,000 numbers in float32 has an error of 1e-5."""
     loss = jnp.float32(0.1)
-    numbers = ts.evaluate(lambda state, batch: ts.Loss(loss, 1.0), ts.setup(ts.rules.sgd(0.1), loss), [np.ones(1)] * 3000)
+    numbers = ts.evaluate(
+        lambda state, batch: ts.Loss(loss, 1.0), ts.setup(ts.rules.sgd(0.1), loss), [np.ones(1)] * 3000
+    )
     np.testing.assert_allclose(numbers["loss"], np.float32(0.1), rtol=2e-7)

@@ -15,10 +15,10 @@ import optax
 import pytest
 import tsunax as ts
 from jax.sharding import PartitionSpec as P
-from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax.errors import WrongTypeError
 from tsunax.insight import _cost
 from tsunax.insight.description import describe
+from tsunax.insight.retraces import retrace_reasons
 
 ROWS = 512
 SIZES = (64, 256, 256, 256, 16)

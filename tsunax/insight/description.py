@@ -16,10 +16,10 @@ import numpy as np
 
 from tsunax._core import Device, Function, PyTree, checks, device_kinds, placement, tables, trees
 from tsunax._state.state_text import leaf_rows
-from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax._step.updating import certainty_of
 from tsunax.devices.gpu_topologies import LIMITS_TEXT
 from tsunax.insight import _cost, _memory
+from tsunax.insight.retraces import retrace_reasons
 from tsunax.program import TrainStep, check_is_train_step
 from tsunax.run import fused_loop
 from tsunax.state import TrainState, check_state, split, trained_part

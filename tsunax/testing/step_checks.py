@@ -9,12 +9,12 @@ import numpy as np
 
 from tsunax._core import Function, PyTree, Where, trees
 from tsunax._state import averages_of, frozen_flags
-from tsunax._step.retrace_reasons import retrace_reasons
 from tsunax._step.row_probe import row_difference
 from tsunax.devices import meshes
 from tsunax.errors import CheckError, DataError, StateError, WrongTypeError
 from tsunax.hyper import freeze
 from tsunax.insight.description import describe
+from tsunax.insight.retraces import retrace_reasons
 from tsunax.populations import member, population
 from tsunax.program import TrainStep
 from tsunax.rules.leaf_owners import owners_of
