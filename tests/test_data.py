@@ -860,6 +860,28 @@ def test_foreign_state(kind, ahead):
         assert [int(b[0]) for _ in range(3) for b in other][:4] == ([1, 2, 3, 4, 5] * 5)[i : i + 4]
 
 
+def test_a_run_goes_on_where_it_stopped_however_far_its_loader_was_read_ahead(tmp_path):
+    """Its thread may have read to the end of the epoch: then there is no iterator with a state."""
+    step = ts.train_step(lambda params, x: jnp.mean(x) + 0 * params)
+    fit = functools.partial(ts.fit, step, log_every=1, progress=False)
+    state, data = ts.setup(ts.rules.sgd(0.1), jnp.zeros(())), prefetch(_Loader("giterator"), size=9)
+
+    def wait(run):
+        for _ in range(500):
+            time.sleep(0.01 * (data._source.epoch == 0))
+
+    state, first = fit(state, data, steps=4, callbacks=ts.callbacks.every(4, wait))
+    state, second = fit(state, data, steps=10)
+    state, third = fit(state, data, steps=12)
+    losses = [history["loss"].tolist() for history in (first, second, third)]
+    assert losses == [[1, 2, 3, 4], [5, 1, 2, 3, 4, 5], [1, 2]]
+    assert second["epoch"].tolist() + third["epoch"].tolist() == [0, 1, 1, 1, 1, 1, 2, 2]
+    for steps in (5, 7):  # the checkpoint of an end of an epoch, too: a warning would be an error
+        state = ts.setup(ts.rules.sgd(0.1), jnp.zeros(()))
+        _, history = fit(state, prefetch(_Loader("giterator")), steps=steps, checkpoint=tmp_path)
+    assert history["loss"].tolist() == [1, 2, 3, 4, 5, 1, 2]
+
+
 def test_take_of_any_iterable():
     shapes = [2, 2, 2, 3, 3, 2]
     make = lambda: as_source([{"x": np.full((n, 1), i)} for i, n in enumerate(shapes)])

@@ -248,6 +248,17 @@ def test_what_is_harmless_is_not_blamed():
     assert report.primitive in ("log", "exp") and report.result == "loss"
 
 
+@pytest.mark.parametrize("frozen", ["a", "b"])
+def test_the_gradient_of_a_frozen_leaf_is_not_blamed(frozen):
+    """A step ignores it: the leaf that trains has rejected the call."""
+    loss_fn = lambda params, x: jnp.mean(jnp.sqrt(x * params["a"]) + jnp.log1p(jnp.sqrt(x * params["b"])))
+    state = ts.freeze(state_of({"a": np.float32(1), "b": np.float32(1)}), frozen)
+    report = replay(ts.train_step(loss_fn), state, np.zeros(4, np.float32))
+    assert report.result == f"gradient of params[{'b' if frozen == 'a' else 'a'!r}]"
+    state = ts.freeze(state, "*")
+    assert "are finite" in replay(ts.train_step(loss_fn), state, np.zeros(4, np.float32)).text
+
+
 @pytest.mark.medium
 def test_loops_and_branches():
     def loss_fn(params, x):

@@ -203,6 +203,13 @@ def test_rows_cost_the_same_however_many_there_are():
     assert history["loss"].sum() == half and len(history) == 2 * half
 
 
+def test_a_column_of_another_length_than_its_steps_is_refused():
+    history = History()
+    with pytest.raises(ValueError, match="broadcast"):
+        history.extend({"loss": np.arange(4.0)}, np.arange(5))
+    assert len(history) == 0 and history.names == []
+
+
 # ------------------------------------------------------------------------------------------------------ long histories
 
 

@@ -138,6 +138,24 @@ def test_rows_that_get_no_or_another_place_are_said():
     np.testing.assert_allclose(found, ts.predict(model, make(), [X])["y"][data.order(0)], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_short_batches_have_the_rows_of_the_first_batch_of_their_length(evaluates):
+    """Long sequences come in batches of fewer rows, so that a batch fits into memory."""
+    state, shapes = ts.setup(ts.rules.sgd(0.1), jnp.zeros(())), []
+
+    def outputs(params, x, mask):
+        shapes.append(x.shape)
+        return ts.Loss.mean(x, mask[:, None] * jnp.ones(x.shape)) if evaluates else x[:, 0]
+
+    data = [np.full(shape, i, np.float32) for i, shape in enumerate([(8, 2), (3, 6), (5, 2), (2, 6)])]
+    if evaluates:
+        expected = np.mean(np.concatenate([x.ravel() for x in data]))
+        assert ts.evaluate(ts.eval_step(outputs), state, data)["loss"] == pytest.approx(expected)
+    else:
+        assert_trees_equal(ts.predict(outputs, state, data), np.concatenate([x[:, 0] for x in data]))
+    assert sorted({*shapes}) == [(3, 6), (8, 2)]
+
+
 @pytest.mark.parametrize("wrap", [lambda data: data, ts.prefetch])
 def test_rows_of_interleaved_data_are_put_back_by_their_numbers(wrap):
     texts = [np.arange(1, n + 1) for n in (3, 7, 1, 5, 2, 7, 4)]

@@ -266,6 +266,22 @@ def test_members_with_frozen_leaves_over_devices(explicit):
     assert np.abs(np.asarray(runs.params["v"]) - np.asarray(made().params["v"])).max() > 1e-4
 
 
+@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="jax 0.12 maps no constants over explicit axes")
+def test_members_over_explicit_axes_are_fitted_and_evaluated():
+    """The weight of a loss is a constant: it is on the mesh, as what depends on the members."""
+    start = lambda key, rate: ts.setup(ts.rules.sgd(rate), {"w": jax.random.normal(key, (8, 3))})
+    mean = lambda params, x: ts.Loss.mean(jnp.mean((x @ params["w"]) ** 2, 1))
+    whole = ts.population(start, 8, rate=np.logspace(-3, -1, 8))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Explicit,))
+    runs = ts.shard(jax.tree.map(jnp.copy, whole), mesh)
+    batches, step, score = [X[:16], X[16:32]], ts.train_step(mean), ts.eval_step(mean)
+    assert ts.evaluate(score, runs, batches) == pytest.approx(ts.evaluate(score, whole, batches))
+    runs, rows = ts.fit(step, runs, batches, steps=4, progress=False)
+    whole, expected = ts.fit(step, whole, batches, steps=4, progress=False)
+    assert_trees_close(runs.params, whole.params, rtol=1e-5, atol=1e-6)
+    assert rows["loss/7"] == pytest.approx(expected["loss/7"])
+
+
 @pytest.mark.slow
 def test_a_run_of_a_population_goes_on():
     testing.check_resume(ts.train_step(loss_fn), ts.population(make, N, rate=RATES), data(), steps=18, at=7)

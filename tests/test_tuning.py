@@ -123,6 +123,13 @@ def test_a_grid_is_every_combination():
 # ------------------------------------------------------------------------------------------------------- the result
 
 
+def test_a_column_has_the_values_as_they_are():
+    """Tuples of several lengths, and numbers beside strings."""
+    options = [(1, 2), (3,), 4, "auto"]
+    result = tuning.tune(lambda a: 1.0, {"a": spaces.grid(options)}, backend="grid", progress=False)
+    assert result["a"].tolist() == options and result["value"].dtype == np.float64
+
+
 def test_the_best_and_the_table():
     result = tune(trials=30)
     values = [math.log10(t.values["rate"] / 1e-2) ** 2 + t.values["momentum"] + 8 for t in result.trials]

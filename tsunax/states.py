@@ -364,7 +364,7 @@ def over_members(f: Callable, state: TrainState | States, *args, group_size: int
             expected = f"an array with a first axis of {n} members"
             raise StateError("value", path, trees.describe(x), expected)
     if group_size is None:
-        return jax.vmap(call_member)(parts)
+        return placement.constants_like(state.clock, jax.vmap(call_member)(parts))
     return jax.lax.map(call_member, parts, batch_size=group_size)
 
 

@@ -314,6 +314,26 @@ def rows_in_order(x, rows: int):
     return jax.lax.reshape(x, shape, out_sharding=NamedSharding(sharding.mesh, spec))[:rows]
 
 
+def stack_of_zeros(n: int, x):
+    """Zeros for n arrays with the shape, dtype and explicit sharding of x, inside a program."""
+    sharding, zeros = jax.typeof(x).sharding, jnp.zeros((n, *x.shape), x.dtype)
+    if not is_explicit(sharding.mesh):
+        return zeros
+    spec = PartitionSpec(None, *sharding.spec)
+    return jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, spec))
+
+
+def constants_like(x, tree):
+    """The tree, with constants on the explicit mesh of x, spread along axis 0 as x is."""
+    sharding = jax.typeof(x).sharding
+    if not is_explicit(sharding.mesh):
+        return tree
+    sharding = NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[:1]))
+    is_constant = lambda leaf: jax.typeof(leaf).sharding.mesh.empty
+    place = lambda leaf: jax.sharding.reshard(leaf, sharding) if is_constant(leaf) else leaf
+    return jax.tree.map(place, tree)
+
+
 def rows_at(indices, x):
     """Some rows of an array, outside of a program; on an explicit mesh whole on each device."""
     mesh = _mesh_of(x)

@@ -88,7 +88,7 @@ class Source:
         self._excess: Any = None
         # whether the current epoch was restored and the epochs before it were not read
         self.skips_epochs: bool = False
-        self._count_read, self._restored = 0, False
+        self._count_read, self._restored, self._had_owner = 0, False, False
         self._is_data, self._is_list = isinstance(data, Data), type(data) in (list, tuple)
 
     @property
@@ -105,7 +105,7 @@ class Source:
         """
         if self._is_data or self._is_list:
             return self._is_list or self.data.resumable
-        return self._owner() is not None
+        return self._owner() is not None or self._had_owner  # also between two epochs
 
     @property
     def trouble(self) -> str:
@@ -171,6 +171,7 @@ class Source:
             got = f"no batch at all, {self._count_read} in earlier epochs"
             fix = "A generator can be read once: give a list, ts.batches(...) or a grain dataset."
             raise DataError("data", f"epoch {self.epoch}", got, "at least one", fix)
+        self._had_owner = self._owner() is not None
         self._batches, self._restored = None, False
         self.epoch, self.position = self.epoch + 1, 0
         with contextlib.suppress(TypeError):

@@ -13,7 +13,7 @@ import numpy as np
 
 from tsunax import guard
 from tsunax._core import Function, PyTree, dataflow, trees
-from tsunax._state import averages_of
+from tsunax._state import averages_of, thawed_flags
 from tsunax._step import step_errors
 from tsunax.insight import _origin
 from tsunax.program import TrainStep, check_is_train_step, place_state
@@ -101,7 +101,7 @@ def replay(
 
     def loss_and_gradient(state, batch, extra):
         loss, grads = gradient(state, batch, **extra)
-        return loss.compute(), grads
+        return loss.compute(), guard.without_frozen(grads, thawed_flags(state))
 
     unguarded_step = dataclasses.replace(step, on_nonfinite="ignore")
 

@@ -40,8 +40,8 @@ def evaluate(
     """`{"loss": ..., metrics...}` of a state over all of `data`; sizes of batches may differ.
 
     Batches are merged as sums and weights, on the device, and read once at the end. A batch that is
-    shorter than the first batch is padded and masked if the loss function names `mask`, and so runs
-    the same program; else it compiles another program.
+    shorter than the first batch (with rows of its shape) is padded and masked if the loss function
+    names `mask`, and so runs the same program; else it compiles another program.
 
     Every batch starts from `state.model_state`, unless the Loss of the previous batch has another
     `model_state`. `ts.eval_step(loss_fn, carry=True)` returns it so, and your function may, too.
@@ -138,21 +138,23 @@ def _placed_batches(
 ) -> Iterator[tuple[PyTree, dict[str, Any], int]]:
     """Each batch on the devices of a state, its keywords, and how many of its rows are real.
 
-    With `pads` a batch has the rows of the first batch at least, as many as the devices can share,
-    and with `has_mask` the keywords have its mask. Without `moves` the batches of a state on one
-    device stay where they are, for a compiled call that moves them in less time.
+    With `pads` a batch has as many rows as the first batch with rows of its shape at least, and as
+    the devices can share, and with `has_mask` the keywords have its mask. Without `moves` the
+    batches of a state on one device stay where they are, for a compiled call that moves them in
+    less time.
     """
-    rows, home = 0, placement.state_sharding(state)
+    first_rows: dict[Any, int] = {}
+    home = placement.state_sharding(state)
     extra = placement.place_extra(extra, state)
     is_one_process = not isinstance(home, NamedSharding) or home.is_fully_addressable
     # a copy with a separate position, because a run under way may read the same data
     source = as_source(data.afresh() if isinstance(data, Data) else data)
     while (batch := source.next()) is not None:
         batch_rows = check_batch(batch, where)
-        rows = rows or batch_rows
         mask = {}
         if pads:
-            padded_rows = max(batch_rows, rows)
+            shape_of_row = tuple(np.shape(x)[1:] for x in jax.tree.leaves(batch))
+            padded_rows = max(batch_rows, first_rows.setdefault(shape_of_row, batch_rows))
             padded_rows += -padded_rows % placement.divisor(home)
             if has_mask or batch_rows < padded_rows:
                 batch, rows_mask = placement.padded(batch, batch_rows, padded_rows)
@@ -204,10 +206,10 @@ def predict(
 
         np.concatenate([f(state.params, batch) for batch in data])
 
-    Rows are spread over the mesh of the state. A batch that is shorter than the first batch is
-    padded, runs the same program, and gives its own rows only, so that no row of `f` may depend on
-    other rows (`train` is False). The precision is as in `evaluate`. Each process gets the rows
-    that it reads. A population gives `(members, rows, ...)`.
+    Rows are spread over the mesh of the state. A batch that is shorter than the first batch (with
+    rows of its shape) is padded, runs the same program, and gives its own rows only, so that no row
+    of `f` may depend on other rows (`train` is False). The precision is as in `evaluate`. Each
+    process gets the rows that it reads. A population gives `(members, rows, ...)`.
 
     Args:
       f: `f(params, batch, ...)` returns an array, or a tree of arrays, that lead with rows. It may

@@ -210,7 +210,8 @@ class Feed:
         if isinstance(data, Data | NoData) or type(data) in (list, tuple):
             return self.place(), True
         place = self.source.peek()
-        return place, self.source.resumable and place["data"] is not None
+        has_position = place["data"] is not None or self.source.next_is_end()
+        return place, self.source.resumable and has_position
 
     def restore(self, place: Mapping[str, Any], fast_forward: bool) -> None:
         """Continue at a place that a checkpoint has. Raises DataError for data that cannot."""

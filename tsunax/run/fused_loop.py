@@ -192,9 +192,7 @@ class Fused:
             # traced once for the shapes and the loop
             looped_step = jax.jit(_fast_on_cpu(looped_step, platform))
             shapes = jax.eval_shape(looped_step, moving, fixed, feed.batch_at(0))[2]
-            # This zero comes from the clock, so that infos are on its mesh if axes are explicit.
-            zero = jnp.sum(state.clock) * 0 if hasattr(state, "clock") else 0
-            empty = lambda s: jnp.full((feed.size, *s.shape), zero).astype(s.dtype)
+            empty = lambda s: placement.stack_of_zeros(feed.size, s)
 
             def is_unfinished(carry):
                 i, moving, *_ = carry

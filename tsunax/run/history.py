@@ -182,9 +182,8 @@ class History:
         (array([10, 20]), array([0.5 , 0.25]))
         """
         steps = np.asarray(steps, np.int64)
-        if not len(steps):
-            return
-        check_names(columns, f"step {steps[0]}")
+        check_names(columns, "extend()")
+        columns = {name: np.broadcast_to(values, steps.shape) for name, values in columns.items()}
         if np.any(np.diff(np.append(self._steps[-1:], steps)) <= 0):
             raise RowError("rows", "history", f"steps from {steps[0]}", "steps that increase")
         while len(steps):

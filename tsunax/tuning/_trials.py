@@ -100,7 +100,9 @@ class Result:
         """A column: `result["learning_rate"]`."""
         if self.trials and name not in self.rows[0]:
             raise TrialError(unknown("column", "Result", name, self.rows[0]))
-        return np.array([row[name] for row in self.rows])
+        values = [row[name] for row in self.rows]
+        is_of_objects = any(isinstance(x, str | tuple) for x in values)  # each stays as it is
+        return np.fromiter(values, object) if is_of_objects else np.array(values)
 
     def __len__(self) -> int:
         return len(self.trials)
