@@ -64,9 +64,11 @@ def test_shard_map_gives_the_numbers_of_the_whole_batch(check, accumulate):
         assert_trees_close(state.model_state["mean"], expected.model_state["mean"], rtol=1e-5, atol=1e-7)
 
 
-def test_pmap_gives_the_numbers_of_the_whole_batch():
+@pytest.mark.parametrize("name", ["pmap", "vmap"])
+def test_pmap_gives_the_numbers_of_the_whole_batch(name):
     expected, infos = run(ts.train_step(loss_fn), setup(), data())
-    step = jax.pmap(ts.train_step(loss_fn, axis_name="i"), axis_name="i", devices=jax.devices()[:N])
+    devices = {"devices": jax.devices()[:N]} if name == "pmap" else {}
+    step = getattr(jax, name)(ts.train_step(loss_fn, axis_name="i"), axis_name="i", **devices)
     states = jax.tree.map(lambda x: jnp.stack([x] * N), setup())
     cut = [jax.tree.map(lambda x: x.reshape(N, -1, *x.shape[1:]), batch) for batch in data()]
     states, found = run(step, states, cut)

@@ -589,6 +589,7 @@ def test_two_processes(launch):
         f"processes differ: settings: got Namespace(rate=1) on {who}, Namespace(rate=0) on"
     )
     assert "got 'float64[2]' on process 1" in zero["shapes"]
+    assert f"broadcast(): root: got 1 on {who}, 0 on process 0" in zero["root"]
     assert "All processes call the same" in zero["place"]
     assert [value for _, value in zero["agreed"]] == [15, 2]
 

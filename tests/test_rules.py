@@ -1191,6 +1191,14 @@ def test_clip_array_norm_rejects_a_step_whose_norm_overflows_and_says_which():
     assert int(e.value.state.step) == 1
 
 
+@pytest.mark.parametrize("p", [np.inf, -np.inf, 0])
+def test_clip_array_norm_reports_a_nan_of_a_large_array(p):
+    rule = rules.clip_by_norm(1.0, p=p)
+    grads = jnp.ones(5000).at[3000].set(jnp.nan)
+    _, report = rule.update(grads, rule.init(grads))
+    assert np.isnan(report.values)
+
+
 def test_clip_array_norm_lets_nan_flow_if_asked_to():
     rule = lambda throw: rules.chain(rules.clip_by_norm(1.0, throw=throw), rules.sgd(0.1))
     bad = GRADS | {"head": np.array([1.0, np.nan, 1.0], np.float32)}

@@ -353,6 +353,24 @@ def test_a_large_batch_is_copied_once(dtype):
         x[:] = expected
 
 
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_mask_of_tokens_is_padded_along_its_rows_and_a_mask_of_other_rows_is_refused(accumulate):
+    x = np.random.default_rng(0).normal(size=(13, 5, 4)).astype(np.float32)
+    mask = (np.arange(65).reshape(13, 5) % 3 > 0).astype(np.float32)
+    loss = lambda params, x, mask: ts.Loss.mean((x @ params["w"]) ** 2, mask)
+    step = ts.train_step(loss, accumulate=accumulate, donate=False)
+    for place in (lambda state: state, lambda state: ts.shard(state, ts.mesh())):
+        state = place(ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(4)}))
+        np.testing.assert_allclose(step(state, x, mask=mask)[1].loss, np.mean(x.sum(-1)[mask > 0] ** 2), rtol=1e-5)
+        with pytest.raises(LossError, match=r"mask|where"):
+            step(state, x, mask=mask[:12])
+
+
+def test_a_rule_with_more_axes_than_its_array_is_refused():
+    with pytest.raises(DeviceError, match=r"at w: .*divide the shape \(8,\)"):
+        ts.shard({"w": jnp.ones(8)}, ts.mesh(), {"w": P(None, "fsdp")})
+
+
 @pytest.mark.medium
 def test_a_mask_that_is_given_counts_beside_padding():
     rows = 27

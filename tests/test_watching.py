@@ -92,6 +92,16 @@ def test_a_layer_is_all_leaves_of_a_parent_and_a_pattern_must_match():
         ts.Watch(of="gradients")
 
 
+def test_the_maximum_of_a_large_leaf_with_a_nan_is_nan():
+    bad = np.ones((2, 5000), np.float32)
+    bad[1, 3000] = np.nan
+    step = ts.train_step(lambda params, x: jnp.mean(x @ params["w"]), watch=ts.Watch(numbers=("max",)), donate=False)
+    make = lambda key: ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(5000)})
+    for state in (make(0), ts.population(make, 2)):
+        _, info = step(state, bad)
+        assert np.all(np.isnan(info.watch.named()["w/grads_max"]))
+
+
 def test_only_due_calls_measure_by_the_calls_of_the_state_and_others_are_the_same_step():
     plain, watched, step = new_state(), new_state(), watching()
     for call in range(1, 8):

@@ -339,6 +339,12 @@ def _share(mean: Scalar, weight: Scalar) -> Scalar:
     return mean * weight if is_static else jnp.where(weight != 0, mean * weight, 0)
 
 
+def check_mask(mask: Maybe, rows: int) -> None:
+    """Raise LossError for a mask of another number of rows."""
+    if mask is not None and np.shape(mask)[:1] != (rows,):
+        raise LossError("mask", "the step", trees.describe(mask), f"f32 of shape ({rows},)")
+
+
 def uneven(batch: PyTree) -> str:
     """The message for leaves of a batch that differ in their rows, or have none; else ""."""
     leaves = trees.leaves_at("batch", batch)

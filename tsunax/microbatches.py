@@ -24,7 +24,7 @@ from tsunax._core import axes as _axes
 from tsunax._cpu import convolutions
 from tsunax._step.loss_fn import Problem
 from tsunax.errors import LossError
-from tsunax.loss import Loss, StaticWeight, check_model_state, rows_of, uneven
+from tsunax.loss import Loss, StaticWeight, check_mask, check_model_state, rows_of, uneven
 from tsunax.state import master_params
 
 
@@ -85,8 +85,7 @@ def strided_micro_batches(
     check_rows(batch)
     rows = rows_of(batch)
     padding = -rows % n
-    if mask is not None and np.shape(mask)[:1] != (rows,):
-        raise LossError("mask", "the step", trees.describe(mask), f"f32 of shape ({rows},)")
+    check_mask(mask, rows)
     if padding and not pads:
         raise indivisible(rows, n)
 
@@ -95,7 +94,7 @@ def strided_micro_batches(
     if mask is None and not padding:
         return batch, None
     mask = jnp.ones(rows, jnp.float32) if mask is None else jnp.asarray(mask)
-    mask = jnp.pad(mask, (0, padding)) if padding else mask
+    mask = jnp.pad(mask, [(0, padding), *[(0, 0)] * (mask.ndim - 1)]) if padding else mask
     return batch, placement.strided_rows(mask, n)
 
 

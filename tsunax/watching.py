@@ -275,11 +275,15 @@ def _numbers_of_arrays(names: Sequence[str], bins: int, arrays: Sequence[jax.Arr
     size = max(sum(x.size for x in arrays), 1)
     total = lambda f: sum((jnp.sum(f(x)) for x in arrays), jnp.float32(0))
     square = lambda x: jnp.square(x.real) + (jnp.square(x.imag) if jnp.iscomplexobj(x) else 0)
+    # A maximum on a CPU ignores NaN in large arrays (docs/upstream.md).
+    nan_or_0 = lambda: jnp.where(total(lambda x: x != x) > 0, jnp.nan, 0)
     number_of = {
         "norm": lambda: jnp.sqrt(total(square)),
         "rms": lambda: jnp.sqrt(total(square) / size),
         "zeros": lambda: total(lambda x: x == 0) / size,
-        "max": lambda: jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in arrays])),
+        "max": lambda: (
+            jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in arrays])) + nan_or_0()
+        ),
     }
     numbers = [jnp.stack([number_of[name]().astype(jnp.float32) for name in names])]
     return jnp.concatenate([*numbers, *([_histogram(arrays, bins)] if bins else [])])

@@ -41,7 +41,11 @@ def varying(x):
 
 
 def vary(tree, axes: Axes):
-    """The tree marked as varying over devices, so that JAX does not sum its gradients itself."""
+    """The tree marked as varying over devices, so that JAX does not sum its gradients itself.
+
+    A named axis of vmap has no such mark.
+    """
+    axes = tuple(name for name in axes if name in manual_axes())
 
     def vary_leaf(x):
         if not (missing_axes := tuple(name for name in axes if name not in varying(x))):

@@ -9,7 +9,7 @@ import numpy as np
 from tsunax._core import placement
 from tsunax._core.placement import MeshShardings
 from tsunax.errors import LossError
-from tsunax.loss import rows_of, uneven
+from tsunax.loss import check_mask, rows_of, uneven
 from tsunax.state import TrainState
 from tsunax.states import row_axes
 
@@ -19,7 +19,10 @@ def masked(user_mask, padding):
     if user_mask is None:
         return padding
     lib = np if isinstance(user_mask, np.ndarray) else jnp
-    return lib.pad(lib.asarray(user_mask, np.float32), (0, len(padding) - len(user_mask))) * padding
+    mask = lib.asarray(user_mask, np.float32)
+    later_axes = range(1, mask.ndim)
+    mask = lib.pad(mask, [(0, len(padding) - len(mask)), *[(0, 0) for _ in later_axes]])
+    return mask * lib.expand_dims(padding, tuple(later_axes))
 
 
 def place_batch(step, state: TrainState, shardings: MeshShardings, batch, extra) -> tuple:
@@ -31,6 +34,7 @@ def place_batch(step, state: TrainState, shardings: MeshShardings, batch, extra)
     if padding and step.masks and row_axes(state, mesh) and not all(are_placed):
         if fault := uneven(batch):
             raise LossError(fault)
+        check_mask(mask, rows)
         batch, padding_mask = placement.padded(batch, rows, rows + padding)
         extra = {**extra, "mask": masked(mask, padding_mask)}
     return place_as_it_is(state, shardings, batch, extra)

@@ -297,7 +297,9 @@ class _Choice:
 
     def _checked(self, spec: P, shape, path: str) -> P:
         try:
-            NamedSharding(self.mesh, spec).shard_shape(tuple(shape))
+            sharding = NamedSharding(self.mesh, spec)
+            sharding.check_compatible_aval(tuple(shape))
+            sharding.shard_shape(tuple(shape))
         except Exception as error:
             raise DeviceError(
                 f"sharding {spec}",

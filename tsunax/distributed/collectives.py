@@ -70,7 +70,8 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
 
     The trees have the same structure, shapes and dtypes everywhere. JAX arrays keep their place,
     NumPy arrays stay NumPy's. Numbers and strings may differ, and need no device. Raises
-    ProcessError for trees that do not fit, or a root that is not there, TypeError for other leaves.
+    ProcessError for trees that do not fit, a root that is not there or that differs, TypeError for
+    other leaves.
 
     >>> broadcast({"run": "2026-11-21", "seed": 3})
     {'run': '2026-11-21', 'seed': 3}
@@ -85,7 +86,7 @@ def broadcast(tree: PyTree, root: int = 0) -> PyTree:
         f"{x.dtype}{list(x.shape)}" if trees.is_array(x) else "a number or a string"
     )
     descriptions = {place: describe(x) for place, x in trees.leaves_at("tree", tree)}
-    everyone.compare("broadcast()", lambda: descriptions)
+    everyone.compare("broadcast()", lambda: {"root": root, **descriptions})
     leaves, treedef = jax.tree.flatten(tree)
     plain = json.dumps([None if trees.is_array(x) else x for x in leaves])
     values = json.loads(everyone.gather("broadcast()", plain)[root])

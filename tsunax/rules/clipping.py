@@ -110,11 +110,12 @@ def _clip_by_norm(max_norm: optax.ScalarOrSchedule, p: float = 2, throw: bool = 
 
 
 def array_norm(x: jax.Array, p: float) -> jax.Array:
-    """The norm (Σ|x|ᵖ)^(1/p) of an array in float32: `jnp.linalg.norm`, but NaN also for p=0."""
+    """The norm (Σ|x|ᵖ)^(1/p) of an array in float32: `jnp.linalg.norm`, but NaN for any NaN."""
     x = jnp.abs(x)
     x = x.astype(trees.wide_dtype(x)).ravel()
     norm = jnp.linalg.norm(x, p)
-    return jnp.where(jnp.any(jnp.isnan(x)), jnp.nan, norm) if p == 0 else norm
+    # A count ignores NaN, and a maximum on a CPU in large arrays (docs/upstream.md).
+    return norm if 0 < abs(p) < np.inf else jnp.where(jnp.any(jnp.isnan(x)), jnp.nan, norm)
 
 
 def _add_decayed_weights(weight_decay: optax.ScalarOrSchedule, where: Any = "**"):
