@@ -266,7 +266,6 @@ def test_members_with_frozen_leaves_over_devices(explicit):
     assert np.abs(np.asarray(runs.params["v"]) - np.asarray(made().params["v"])).max() > 1e-4
 
 
-@pytest.mark.skipif(jax.__version_info__ >= (0, 12), reason="jax 0.12 maps no constants over explicit axes")
 def test_members_over_explicit_axes_are_fitted_and_evaluated():
     """The weight of a loss is a constant: it is on the mesh, as what depends on the members."""
     start = lambda key, rate: ts.setup(ts.rules.sgd(rate), {"w": jax.random.normal(key, (8, 3))})

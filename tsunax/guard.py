@@ -178,7 +178,8 @@ def judge(
 
     The order of the places is: loss, gradient, clock, reports, update.
     """
-    verdict, place = jnp.where(calls < LIMIT, LIMIT, 2 * _CLOCK), _REPORTS
+    # A choice between two constants would lose the mesh of a population on jax 0.12.
+    verdict, place = jnp.where(calls < LIMIT, LIMIT, jnp.minimum(calls, 2 * _CLOCK)), _REPORTS
     for report in reports(opt_state):
         n = len(report.whats)
         codes = _code(report.values, np.arange(place, place + n))
