@@ -4,7 +4,7 @@
 it; `one cond` computes the same in the fastest way that `benchmarks verdict` knows, the one that the default step of
 tsunax takes; `bare` computes none of them. `tsunax, bare` is the step with norms and guard off.
 Each ratio is over the hand-written loop above it. Memory-bound models and MLPs of several depths are in CPU time, with
-the temporary memory of the compiled programs. `NPROC=1 python -m benchmarks step` measures these with one thread of XLA.
+the temporary memory of the compiled programs. `NPROC=1 python -m benchmarks step` measures these with one XLA thread.
 """
 
 import functools
