@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 import tsunax as ts
 from campaigns import manifests
@@ -259,6 +260,9 @@ def test_copies_of_params_in_a_rule_follow_restored_params(tmp_path):
         part = checkpoints.restore(make(jnp.zeros(3)), partial="w").state
     assert_trees_equal(part, make(goal))
     assert_trees_equal(ts.train_step(loss_fn)(state, goal[None])[0].params["w"], goal)
+    concrete = optax.GradientTransformation(lambda params: float(params["v"][0]), lambda g, state, _: (g, state))
+    state = exchange.restore(tmp_path / "a.safetensors", ts.setup(concrete, {"w": jnp.zeros(3), "v": jnp.ones(2)}))
+    assert_trees_equal(state.params["w"], goal)
 
 
 def test_structures_dtypes_and_devices_of_the_target(tmp_path):

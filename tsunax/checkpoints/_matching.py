@@ -279,7 +279,10 @@ def _with_new_copies(old: TrainState, new: TrainState) -> TrainState:
     From the copies of schedule-free rules, the next step would make the old params again.
     """
     copies_in = jax.jit(functools.partial(over_members, _copies_of_params))  # makes no moments
-    old_copies, new_copies = copies_in(old), copies_in(new)
+    try:
+        old_copies, new_copies = copies_in(old), copies_in(new)
+    except jax.errors.JAXTypeError:  # the init of a user's rule may need concrete params
+        return new
     if not jax.tree.leaves(new_copies):
         return new
 
