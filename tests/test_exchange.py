@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+import optax
 import pytest
 import tsunax as ts
 from campaigns import manifests
@@ -244,6 +245,24 @@ def test_params_of_a_state_and_into_one(tmp_path):
         assert_trees_equal(part, {"body": zeros(PARAMS)["body"], "head": state.params["head"]})
     into = exchange.restore(tmp_path / "params.safetensors", make(ts.rules.sgd(0.1)))
     assert_trees_equal(into.params, state.params)
+
+
+def test_copies_of_params_in_a_rule_follow_restored_params(tmp_path):
+    """From its old copies, a schedule-free rule would make the initial params again."""
+    goal, loss_fn = np.full(3, 5, np.float32), lambda params, x: jnp.mean((params["w"] - x[0]) ** 2)
+    rule = ts.rules.chain(ts.rules.clip_by_global_norm(1.0), ts.rules.schedule_free_sgd(0.1))
+    make = lambda x: ts.adjust(ts.setup(rule, {"w": x, "v": jnp.ones(2)}, ema=0.9), "w", learning_rate=0.2)
+    exchange.save(tmp_path / "a.safetensors", {"w": goal, "v": jnp.ones(2)})
+    state = exchange.restore(tmp_path / "a.safetensors", make(jnp.zeros(3)))
+    assert_trees_equal(state, make(goal))
+    with ts.Checkpoints(tmp_path / "run") as checkpoints:
+        checkpoints.save(state)
+        part = checkpoints.restore(make(jnp.zeros(3)), partial="w").state
+    assert_trees_equal(part, make(goal))
+    assert_trees_equal(ts.train_step(loss_fn)(state, goal[None])[0].params["w"], goal)
+    concrete = optax.GradientTransformation(lambda params: float(params["v"][0]), lambda g, state, _: (g, state))
+    state = exchange.restore(tmp_path / "a.safetensors", ts.setup(concrete, {"w": jnp.zeros(3), "v": jnp.ones(2)}))
+    assert_trees_equal(state.params["w"], goal)
 
 
 def test_structures_dtypes_and_devices_of_the_target(tmp_path):

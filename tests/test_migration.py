@@ -279,6 +279,10 @@ def test_master_copies_survive_another_precision():
     assert_trees_equal(low.masters, wide.params)
     again, _ = migrate(low, chain(clip, ts.rules.adam(0.01)))
     assert_trees_equal((again.params, again.masters), (low.params, low.masters))
+    copied, _ = migrate(low, ts.rules.adam(0.01), params=jax.tree.map(jnp.copy, low.params))
+    assert_trees_equal(copied.masters, low.masters)  # as `replace` keeps them
+    moved, _ = migrate(low, ts.rules.adam(0.01), params={"trunk": low.params})
+    assert_trees_equal(moved.masters["trunk"], low.masters)
 
 
 @pytest.mark.medium

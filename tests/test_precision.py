@@ -344,6 +344,7 @@ def test_raise_waits_for_the_scale_and_then_tells_where_it_ended():
         (dict(precision="half"), WrongTypeError, "precision at setup(): got 'half', expected one of bfloat16"),
         (dict(precision=np.float16), WrongTypeError, "a Policy"),
         (dict(loss_scale=0.0), StateError, "expected 1.18e-38 ≤ floor ≤ scale"),
+        (dict(loss_scale="static"), StateError, "scale='static'"),
         (dict(loss_scale=LossScale(0.5)), StateError, "floor ≤ scale ≤ ceiling"),
         (dict(loss_scale=LossScale(float("inf"))), StateError, "floor ≤ scale ≤ ceiling"),
         (dict(precision=STOCHASTIC), StateError, "key=0"),

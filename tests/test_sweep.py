@@ -439,6 +439,9 @@ def test_members_to_freeze_are_values_and_each_one_once():
     runs = ts.population(lambda key: ts.setup(ts.rules.sgd(0.1), {"w": jnp.ones(2)}), 3, key=0)
     with pytest.raises(StateError, match="expected a mask, or different indices"):
         ts.freeze(runs, "w", members=np.array([0, 1, 0]))  # meant as a mask
+    for members in ([True], [0.5]):
+        with pytest.raises(StateError, match=r"members at freeze\(\): got list of 1"):
+            ts.freeze(runs, "w", members=members)
 
 
 HANGS = """

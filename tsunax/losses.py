@@ -4,11 +4,12 @@ A loss returns one number per example, without averaging: `ts.Loss.mean(values, 
 Regressions and binary losses are element-wise. Class losses return one number per row; the classes
 are on the last axis unless `axis=` says otherwise.
 
-optax's losses are re-exported as they are, except that negative integer labels give NaN instead of
-classes from the end. The losses defined here compute in float32 for inputs of any dtype (float64
-stays), and return it; the gradient has the input's dtype. Predictions and targets must have one
-shape: nothing is broadcast, and another shape raises LossError. 0·log 0 is 0, and the gradient is
-finite wherever the value is.
+optax's losses are re-exported as they are, except that in
+`softmax_cross_entropy_with_integer_labels` negative labels give NaN instead of classes from the
+end. The losses defined here compute in float32 for inputs of any dtype (float64 stays), and return
+it; the gradient has the input's dtype. Predictions and targets must have one shape: nothing is
+broadcast, and another shape raises LossError. 0·log 0 is 0, and the gradient is finite wherever the
+value is.
 """
 
 import contextvars

@@ -32,7 +32,7 @@ from tsunax.precision import LossScale, Policy
 from tsunax.rules import number_table, subtree_numbers
 from tsunax.rules.combining import PartitionState
 from tsunax.rules.leaf_owners import owners_in
-from tsunax.state import TrainState, check_state, master_params, own, setup, trained_part
+from tsunax.state import TrainState, check_state, master_params, masters_of, setup, trained_part
 from tsunax.states import refuse_population
 
 __all__ = ["Report", "migrate"]
@@ -131,9 +131,9 @@ def migrate(
     new_params = state.params if params is KEEP else params
     old_options = {
         "trainable": _trained_by_name(new_params, state) if trainable is KEEP else None,
-        "ema": jax.tree.map(own, state.average),
+        "ema": jax.tree.map(trees.own, state.average),
         "precision": state.plan.precision,
-        "loss_scale": jax.tree.map(own, state.loss_scale),
+        "loss_scale": jax.tree.map(trees.own, state.loss_scale),
         "model_state": state.model_state,
         "key": state.key,
     }
@@ -145,7 +145,7 @@ def migrate(
     opt_state, numbers = number_table.split_numbers(with_tables)
     if any(map(trees.is_offloaded, jax.tree.leaves(state.opt_state))):
         opt_state = jax.tree.map(offloaded, opt_state)
-    clock = put_on_devices_of(fresh.params, own(state.clock))
+    clock = put_on_devices_of(fresh.params, trees.own(state.clock))
     fresh = dataclasses.replace(fresh, clock=clock, opt_state=opt_state, numbers=numbers)
     _compare_fields(state, fresh, notes)
     fresh = _with_own_fields(state, fresh)
@@ -196,11 +196,21 @@ def _slot(opt_state, path: tuple, owner: str | None, value) -> _Slot | None:
 
 
 def _with_masters(params, old: TrainState):
+    """`params` with the old masters of stored leaves, and of leaves of their names and values."""
     if old.masters is None:
         return params
-    stored, masters = map(jax.tree.leaves, (trained_part(old), old.masters))
-    master_of = dict(zip(map(id, stored), masters, strict=True))
-    return jax.tree.map(lambda x: master_of.get(id(x), x), params)
+    stored, master_by_id, master_by_name = trees.leaves_with_names(trained_part(old)), {}, {}
+    for (name, _, x), master in zip(stored, jax.tree.leaves(old.masters), strict=True):
+        master_by_id[id(x)] = master_by_name["/".join(name)] = master
+
+    def with_master(name: str, x: Any) -> Any:
+        master = master_by_name.get(name)
+        if id(x) in master_by_id or master is None or master.shape != np.shape(x):
+            return master_by_id.get(id(x), x)
+        return masters_of(x, master)
+
+    leaves = [with_master("/".join(name), x) for name, _, x in trees.leaves_with_names(params)]
+    return jax.tree.structure(params).unflatten(leaves)
 
 
 def _trained_by_name(params, old: TrainState) -> Any:
@@ -211,14 +221,8 @@ def _trained_by_name(params, old: TrainState) -> Any:
     leaves_by_name = _leaves_by_name(params)
     is_trained = dict(zip(_leaves_by_name(old.params), selected, strict=True))
     if unknown := [f"leaf {name!r}" for name in leaves_by_name if name not in is_trained]:
-        raise StateError(
-            unknown[0],
-            "migrate()",
-            got="a new one",
-            expected="those of the state",
-            fix="The old state trains only some leaves: give trainable= to choose among the new "
-            "ones.",
-        )
+        fix = "The old state trains only some leaves: give trainable= to choose among the new ones."
+        raise StateError(unknown[0], "migrate()", "a new one", "those of the state", fix)
     return jax.tree.structure(params).unflatten(is_trained[name] for name in leaves_by_name)
 
 
@@ -229,7 +233,7 @@ def _with_old_arrays(
     _match_counts(old, slots, old_slot_of)
     leaves, treedef = jax.tree.flatten(opt_state)
     # Counts may share an array, but a step must not donate an array twice.
-    own_copy = lambda x: x if np.ndim(x) else own(x)
+    own_copy = lambda x: x if np.ndim(x) else trees.own(x)
     leaves = [
         _placed_like(old_slot_of[i].value, x) if i in old_slot_of else own_copy(x)
         for i, x in enumerate(leaves)
@@ -290,7 +294,7 @@ def _match_counts(old: list[_Slot], slots: dict[int, _Slot], old_slot_of: dict[i
 
 def _placed_like(x, like):
     """A copy of an array, on the devices of `like` if `like` is committed to them."""
-    x = own(x)
+    x = trees.own(x)
     must_move = isinstance(like, jax.Array) and like.committed
     must_move = must_move and x.sharding.device_set != like.sharding.device_set
     return jax.device_put(x, like.sharding) if must_move else x
@@ -305,12 +309,8 @@ def _with_own_fields(old: TrainState, new: TrainState) -> TrainState:
         if f.name in averages:
             values[f.name] = averages[f.name].starting_at(master_params(new))
         elif f.metadata["like"] in ("params", "trained") and named_shapes(old) != named_shapes(new):
-            raise StateError(
-                f"field {f.name!r}",
-                "migrate()",
-                got="values for the leaves of the old params",
-                expected="the same leaves",
-            )
+            got, expected = "values for the leaves of the old params", "the same leaves"
+            raise StateError(f"field {f.name!r}", "migrate()", got, expected)
     return type(old).of(new, **values)
 
 

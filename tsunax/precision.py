@@ -251,9 +251,10 @@ def as_loss_scale(
     low, high = smallest, largest
     if loss_scale.dynamic:
         low, high = loss_scale.floor, loss_scale.ceiling
-    # A scalar, or an array with a scale per member of a population.
-    is_in_range = trees.is_traced(scale) or np.all((low <= scale) & (scale <= high))
-    is_in_range &= not isinstance(scale, bool)  # True would be a scale of 1
+    # A scalar, or an array with a scale per member of a population. True would be a scale of 1.
+    is_in_range = checks.is_real(scale) and (
+        trees.is_traced(scale) or np.all((low <= scale) & (scale <= high))
+    )
     is_growing = loss_scale.factor > 1 and loss_scale.interval >= 1
     if not (is_in_range and is_growing and smallest <= low <= high <= largest):
         bounds = f"{smallest:.3g} ≤ floor ≤ scale ≤ ceiling ≤ {largest:.3g}"

@@ -312,7 +312,11 @@ def chosen_members(state: TrainState, members: ArrayLike | None, caller: str) ->
         return flags
     indices = np.array(members, ndmin=1)
     is_mask = indices.dtype == bool
-    fits = n is not None and (is_mask or np.all((-n <= indices) & (indices < n)))
+    if n is None or is_mask:
+        fits = indices.shape == (n,)
+    else:
+        is_int = indices.dtype.kind in "iu" or not indices.size  # NumPy reads [] as floats
+        fits = is_int and np.all((-n <= indices) & (indices < n))
     if not fits or (not is_mask and len({*indices.flat}) < indices.size):
         expected = f"a mask, or different indices of members below {n or 0}"
         raise StateError("members", caller, trees.describe(members), expected)

@@ -13,13 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import patterns, processes, trees
+from tsunax._core import dataflow, patterns, processes, trees
 from tsunax._state import averages_of
 from tsunax.checkpoints import _blocks, checksums, leaves, merging, state_facts
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
 from tsunax.checkpoints.manifest import Manifest
 from tsunax.errors import CheckpointError, StateError
+from tsunax.rules import number_table
 from tsunax.state import TrainState, master_params
+from tsunax.states import over_members
 
 SavedLeaves = Mapping[Keys, Leaf]
 Targets = list[tuple[Keys, Keys, Any]]  # (path, path of the saved leaf, leaf to fill)
@@ -244,7 +246,7 @@ class RestorePlan:
 
 
 def restarted(state: TrainState, *, masters=None, **parts) -> TrainState:
-    """The state with a new optimizer, at restored params. Raises StateError for shapes."""
+    """The state at restored params, where its averages begin. Raises StateError for shapes."""
     if any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(state)):
         raise StateError(
             "like",
@@ -254,12 +256,49 @@ def restarted(state: TrainState, *, masters=None, **parts) -> TrainState:
             fix="Restore into state.params, then ts.shard(lambda: ts.setup(rule, params), mesh).",
         )
     masters = state.masters if masters is None else masters
-    state = dataclasses.replace(state, masters=masters).replace(**parts)
+    old, state = state, dataclasses.replace(state, masters=masters).replace(**parts)
+    state = _with_new_copies(old, state)
     new_averages = {
         name: trees.offloaded_like(x.starting_at(master_params(state)), x)
         for name, x in averages_of(state).items()
     }
     return dataclasses.replace(state, **new_averages)
+
+
+def _copies_of_params(state: TrainState) -> Any:
+    """A new state of the rule, with None for leaves that do not depend on the params."""
+    init, params = state.plan.init, trees.on_device(master_params(state))
+    leaves, treedef = jax.tree.flatten(init(params))
+    flags = dataflow.dependent_results(init, params)
+    return treedef.unflatten(x if flag else None for x, flag in zip(leaves, flags, strict=True))
+
+
+def _with_new_copies(old: TrainState, new: TrainState) -> TrainState:
+    """`new` with its params where its rule still has copies of the old ones.
+
+    From the copies of schedule-free rules, the next step would make the old params again.
+    """
+    copies_in = jax.jit(functools.partial(over_members, _copies_of_params))  # makes no moments
+    try:
+        old_copies, new_copies = copies_in(old), copies_in(new)
+    except jax.errors.JAXTypeError:  # the init of a user's rule may need concrete params
+        return new
+    if not jax.tree.leaves(new_copies):
+        return new
+
+    def updated(x, old_copy, new_copy):
+        if number_table.is_live(x):
+            inner = map_copies(x.inner, old_copy.inner, new_copy.inner)
+            return dataclasses.replace(x, inner=inner)
+        if new_copy is None:
+            return x
+        chosen = jnp.where(old_copy == new_copy, trees.on_device(x), new_copy)
+        return trees.offloaded_like(chosen.astype(x.dtype), x)
+
+    map_copies = functools.partial(jax.tree.map, updated, is_leaf=number_table.is_live)
+    with_numbers = number_table.join_numbers(new.opt_state, new.numbers)
+    opt_state = map_copies(with_numbers, old_copies, new_copies)
+    return dataclasses.replace(new, opt_state=number_table.without_numbers(opt_state))
 
 
 def placed(value, like, kind: str):

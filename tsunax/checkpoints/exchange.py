@@ -121,8 +121,9 @@ def restore(
     """The arrays of a file in the place of `like`'s: its structure, dtypes and devices.
 
     `like` is a tree of arrays or of `jax.ShapeDtypeStruct`, with its shardings; or a training
-    state, which is filled by name if the file has one, and takes params of any other file: then its
-    optimizer starts anew. Without `like`: a dict of NumPy arrays, by name.
+    state, which is filled by name if the file has one, and takes params of any other file: averages
+    and a rule's copies of params (schedule-free) begin at them, everything else stays as in `like`,
+    a new state. Without `like`: a dict of NumPy arrays, by name.
 
     Args:
       path: a file; the "….index.json" of several, as the Hugging Face hub has them; or a directory

@@ -319,8 +319,8 @@ class Checkpoints:
           resume: "auto" starts afresh (`step` None, `like` itself) if there is nothing at all;
             "must", and "auto" with `params_only`, raises then; "never" raises if there is a
             checkpoint.
-          params_only: restore params and model state; the optimizer starts anew. `like` may be a
-            tree of params.
+          params_only: restore params and model state; `like`, a new state, keeps its optimizer. A
+            rule's copies of params follow, as with `partial`. `like` may be a tree of params.
 
         Raises CheckpointError: nothing good among what is there (all of it listed), the step is not
         there, it is of another tree, shape, dtype or rule (up to ten differences, both sides), of
