@@ -3,8 +3,9 @@
     python -m campaigns.fleets --kills 4 --seeds 0:5      # runs killed up to 4 times each, often while they save
     python -m campaigns.fleets --signals --seeds 0:20     # SIGTERM to one: all end with 143, at one step, saved
 
-A killed process ends the others, with its name and within the peer timeout; the same command again goes on, and ends
-with the bits of an undisturbed run, on each process. Counts are appended to `results/counts.jsonl`.
+A killed process ends the others, with its name and within the peer timeout (if it was process 0, JAX may abort the
+others before they name it); the same command again goes on, and ends with the bits of an undisturbed run, on each
+process. Counts are appended to `results/counts.jsonl`.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import json
 import os
 import platform
 import random
+import signal
 import socket
 import subprocess
 import sys
@@ -173,6 +175,8 @@ def killed(fleet: Fleet, victim: int, counts) -> None:
         counts["false success"] += code == 0 and not fleet.lines("DIGEST", i)
         if f"process {victim} (host {socket.gethostname()}, pid {pid})" in text:
             counts["others ended, naming it"] += 1
+        elif victim == 0 and code == -signal.SIGABRT:  # JAX aborts a process that has lost process 0
+            counts["others aborted by JAX without process 0"] += 1
         elif "expected all of them" in text or "no answer" in text:
             counts["others waited for it in vain, and said so"] += 1
         elif fleet.lines("DIGEST", i):
