@@ -178,7 +178,7 @@ def judge(
 
     The order of the places is: loss, gradient, clock, reports, update.
     """
-    # A choice between two constants would lose the mesh of a population on jax 0.12.
+    # A choice between two constants would lose the mesh of a population (docs/upstream.md).
     verdict, place = jnp.where(calls < LIMIT, LIMIT, jnp.minimum(calls, 2 * _CLOCK)), _REPORTS
     for report in reports(opt_state):
         n = len(report.whats)
