@@ -265,6 +265,20 @@ def test_copies_of_params_in_a_rule_follow_restored_params(tmp_path):
     assert_trees_equal(state.params["w"], goal)
 
 
+@pytest.mark.parametrize("explicit", [False, True])
+def test_restored_params_leave_copies_and_averages_spread_as_they_are(tmp_path, explicit):
+    params = {"w": jnp.zeros((64, 64))}
+    exchange.save(tmp_path / "a.safetensors", {"w": jnp.ones((64, 64))})
+    state = ts.setup(ts.rules.schedule_free_sgd(0.1), params, ema=0.9)
+    state = ts.shard(state, ts.mesh(data=4, fsdp=2, explicit=explicit), zero1=True)
+    restored = exchange.restore(tmp_path / "a.safetensors", state)
+    assert all(
+        x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
+    )
+    assert_trees_equal(restored.average.params, {"w": np.ones((64, 64), np.float32)})
+
+
 def test_structures_dtypes_and_devices_of_the_target(tmp_path):
     exchange.save(tmp_path / "a.safetensors", PARAMS)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))
