@@ -244,6 +244,12 @@ def put_on_devices_of(params, tree):
     return jax.tree.map(put_leaf, tree)
 
 
+def moved_to(x, like):
+    """An array with the sharding and in the memory of a committed array; outside of a program."""
+    is_elsewhere = trees.is_placed(x) and trees.is_placed(like) and like.committed
+    return jax.device_put(x, like.sharding) if is_elsewhere else x
+
+
 def offloaded(x):
     """An array of a mesh in host memory; small arrays stay."""
     if not isinstance(getattr(x, "sharding", None), NamedSharding) or x.size < SMALL:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import dataflow, patterns, processes, trees
+from tsunax._core import dataflow, patterns, placement, processes, trees
 from tsunax._state import averages_of
 from tsunax.checkpoints import _blocks, checksums, leaves, merging, state_facts
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
@@ -259,16 +259,10 @@ def restarted(state: TrainState, *, masters=None, **parts) -> TrainState:
     old, state = state, dataclasses.replace(state, masters=masters).replace(**parts)
     state = _with_new_copies(old, state)
     new_averages = {
-        name: jax.tree.map(_moved_to, x.starting_at(master_params(state)), x)
+        name: jax.tree.map(placement.moved_to, x.starting_at(master_params(state)), x)
         for name, x in averages_of(state).items()
     }
     return dataclasses.replace(state, **new_averages)
-
-
-def _moved_to(x: Any, like: Any) -> Any:
-    """An array with the sharding and memory of another."""
-    is_elsewhere = trees.is_placed(like) and like.committed
-    return jax.device_put(x, like.sharding) if is_elsewhere else x
 
 
 def _copies_of_params(state: TrainState) -> Any:
@@ -299,8 +293,8 @@ def _with_new_copies(old: TrainState, new: TrainState) -> TrainState:
         if new_copy is None:
             return x
         on_device = trees.on_device(x)  # spread over other devices than its parameter by `zero1`
-        is_same, new_copy = (_moved_to(y, on_device) for y in (old_copy == new_copy, new_copy))
-        return _moved_to(jnp.where(is_same, on_device, new_copy).astype(x.dtype), x)
+        is_same, new_copy = (placement.moved_to(y, on_device) for y in (old_copy == new_copy, new_copy))
+        return placement.moved_to(jnp.where(is_same, on_device, new_copy).astype(x.dtype), x)
 
     map_copies = functools.partial(jax.tree.map, updated, is_leaf=number_table.is_live)
     with_numbers = number_table.join_numbers(new.opt_state, new.numbers)
