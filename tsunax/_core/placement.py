@@ -329,6 +329,12 @@ def stack_of_zeros(n: int, x):
     return jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, spec))
 
 
+def spread_like(x, like):
+    """The array with the explicit sharding of another (or of its shape), inside a program."""
+    sharding = jax.typeof(like).sharding
+    return jax.sharding.reshard(x, sharding) if is_explicit(sharding.mesh) else x
+
+
 def constants_like(x, tree):
     """The tree, with constants on the explicit mesh of x, spread along axis 0 as x is."""
     sharding = jax.typeof(x).sharding
