@@ -293,7 +293,9 @@ def _with_new_copies(old: TrainState, new: TrainState) -> TrainState:
         if new_copy is None:
             return x
         on_device = trees.on_device(x)  # spread over other devices than its parameter by `zero1`
-        is_same, new_copy = (placement.moved_to(y, on_device) for y in (old_copy == new_copy, new_copy))
+        is_same, new_copy = (
+            placement.moved_to(y, on_device) for y in (old_copy == new_copy, new_copy)
+        )
         return placement.moved_to(jnp.where(is_same, on_device, new_copy).astype(x.dtype), x)
 
     map_copies = functools.partial(jax.tree.map, updated, is_leaf=number_table.is_live)
