@@ -292,11 +292,11 @@ def _with_new_copies(old: TrainState, new: TrainState) -> TrainState:
             return dataclasses.replace(x, inner=inner)
         if new_copy is None:
             return x
-        on_device = trees.on_device(x)  # spread over other devices than its parameter by `zero1`
-        is_same, new_copy = (
+        on_device = trees.on_device(x)  # by `zero1` spread over more devices than its parameter
+        stays, new_copy = (
             placement.moved_to(y, on_device) for y in (old_copy == new_copy, new_copy)
         )
-        return placement.moved_to(jnp.where(is_same, on_device, new_copy).astype(x.dtype), x)
+        return placement.moved_to(jnp.where(stays, on_device, new_copy).astype(x.dtype), x)
 
     map_copies = functools.partial(jax.tree.map, updated, is_leaf=number_table.is_live)
     with_numbers = number_table.join_numbers(new.opt_state, new.numbers)
