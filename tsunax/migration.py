@@ -106,7 +106,8 @@ def migrate(
     Args:
       rule: the new rule, or the old rule to change only other options.
       params: another tree, for example a model with LoRA: leaves of the same name and shape keep
-        their optimizer state.
+        their optimizer state. Schedule-free rules and Prodigy have copies of params in it, and
+        the next step computes params from these: for leaves with other values, call `setup`.
       trainable, ema, precision, loss_scale, model_state, key: as in `setup`.
 
     The old state is not consumed. Raises the errors of `setup`, and StateError for populations,
