@@ -208,6 +208,8 @@ def test_a_bad_micro_batch_is_dropped_with_its_weight(what, where):
     assert not bool(info.applied)
     after, info = step(state, batch | {"bad": np.ones(12, bool)})
     assert not bool(info.applied) and int(after.rejected) == 1
+    _, info = step(ts.freeze(state, "head"), batch)
+    assert (float(info.dropped) > 0) == (what == "loss")  # a step ignores gradients of frozen leaves
 
 
 @pytest.mark.medium

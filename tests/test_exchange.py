@@ -265,6 +265,21 @@ def test_copies_of_params_in_a_rule_follow_restored_params(tmp_path):
     assert_trees_equal(state.params["w"], goal)
 
 
+@pytest.mark.parametrize("param", ["float32", "bfloat16"])
+@pytest.mark.parametrize("explicit", [False, True])
+def test_restored_params_leave_copies_of_params_spread_as_they_are(tmp_path, explicit, param):
+    params, precision = {"w": jnp.zeros((64, 64), param)}, ts.precision.Policy(compute=param, param=param)
+    exchange.save(tmp_path / "a.safetensors", {"w": jnp.ones((64, 64), param)})
+    state = ts.setup(ts.rules.schedule_free_sgd(0.1), params, ema=0.9, precision=precision)
+    state = ts.shard(state, ts.mesh(data=4, fsdp=2, explicit=explicit), zero1=True)
+    restored = exchange.restore(tmp_path / "a.safetensors", state)
+    assert all(
+        x.sharding.is_equivalent_to(y.sharding, x.ndim)
+        for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(state), strict=True)
+    )
+    assert_trees_equal(restored.average.params, {"w": np.ones((64, 64), np.float32)})
+
+
 def test_structures_dtypes_and_devices_of_the_target(tmp_path):
     exchange.save(tmp_path / "a.safetensors", PARAMS)
     mesh = Mesh(np.array(jax.devices()[:2]), ("data",))

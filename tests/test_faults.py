@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -254,7 +255,11 @@ def test_the_gradient_of_a_frozen_leaf_is_not_blamed(frozen):
     loss_fn = lambda params, x: jnp.mean(jnp.sqrt(x * params["a"]) + jnp.log1p(jnp.sqrt(x * params["b"])))
     state = ts.freeze(state_of({"a": np.float32(1), "b": np.float32(1)}), frozen)
     report = replay(ts.train_step(loss_fn), state, np.zeros(4, np.float32))
-    assert report.result == f"gradient of params[{'b' if frozen == 'a' else 'a'!r}]"
+    blamed = f"gradient of params[{'b' if frozen == 'a' else 'a'!r}]"
+    assert report.result == blamed
+    strict = ts.train_step(loss_fn, on_nonfinite="raise", donate=False)
+    with pytest.raises(NonFiniteError, match=re.escape(blamed)):
+        strict(state, np.zeros(4, np.float32))
     state = ts.freeze(state, "*")
     assert "are finite" in replay(ts.train_step(loss_fn), state, np.zeros(4, np.float32)).text
 

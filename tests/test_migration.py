@@ -12,7 +12,7 @@ import pytest
 import tsunax as ts
 from flax import nnx
 from tests.helpers import assert_trees_equal
-from tsunax.errors import StateError, WrongTypeError
+from tsunax.errors import ParamsError, StateError, WrongTypeError
 from tsunax.migration import migrate
 
 X = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
@@ -281,6 +281,9 @@ def test_master_copies_survive_another_precision():
     assert_trees_equal((again.params, again.masters), (low.params, low.masters))
     copied, _ = migrate(low, ts.rules.adam(0.01), params=jax.tree.map(jnp.copy, low.params))
     assert_trees_equal(copied.masters, low.masters)  # as `replace` keeps them
+    integers = {**low.params, "head": jax.tree.map(lambda x: x.astype(int), low.params["head"])}
+    with pytest.raises(ParamsError, match="cannot be trained"):
+        migrate(low, ts.rules.adam(0.01), params=integers)
     moved, _ = migrate(low, ts.rules.adam(0.01), params={"trunk": low.params})
     assert_trees_equal(moved.masters["trunk"], low.masters)
 

@@ -283,6 +283,9 @@ def test_members_over_explicit_axes_are_fitted_and_evaluated():
     whole, expected = ts.fit(step, whole, batches, steps=4, progress=False)
     assert_trees_close(runs.params, whole.params, rtol=1e-5, atol=1e-6)
     assert rows["loss/7"] == pytest.approx(expected["loss/7"])
+    watching = ts.train_step(mean, watch=ts.Watch(numbers="max", every=1))
+    watched = [watching(state, X[:16])[1].watch.named()["w/grads_max"] for state in (runs, whole)]
+    assert_trees_close(*watched, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

@@ -128,6 +128,7 @@ def test_a_column_has_the_values_as_they_are():
     options = [(1, 2), (3,), 4, "auto"]
     result = tuning.tune(lambda a: 1.0, {"a": spaces.grid(options)}, backend="grid", progress=False)
     assert result["a"].tolist() == options and result["value"].dtype == np.float64
+    assert result["status"].dtype.kind == "U"  # which `np.save` writes without pickle
 
 
 def test_the_best_and_the_table():

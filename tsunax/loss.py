@@ -342,7 +342,7 @@ def _share(mean: Scalar, weight: Scalar) -> Scalar:
 def check_mask(mask: Maybe, rows: int) -> None:
     """Raise LossError for a mask of another number of rows."""
     if mask is not None and np.shape(mask)[:1] != (rows,):
-        raise LossError("mask", "the step", trees.describe(mask), f"f32 of shape ({rows},)")
+        raise LossError("mask", "the step", trees.describe(mask), f"a first axis of {rows} rows")
 
 
 def uneven(batch: PyTree) -> str:

@@ -22,6 +22,7 @@ from tsunax import guard
 from tsunax._core import Function, Maybe, PyTree, placement, trees, weighted_sums
 from tsunax._core import axes as _axes
 from tsunax._cpu import convolutions
+from tsunax._state import thawed_flags
 from tsunax._step.loss_fn import Problem
 from tsunax.errors import LossError
 from tsunax.loss import Loss, StaticWeight, check_mask, check_model_state, rows_of, uneven
@@ -131,6 +132,7 @@ def over_micro_batches(problem: Problem, n: int, drop: bool) -> tuple[Loss, PyTr
     pads = "mask" in keywords
     batch, mask = strided_micro_batches(problem.batch, n, keywords.get("mask"), pads=pads)
     lowest = jax.tree.map(lambda x: jnp.full_like(x, -jnp.inf), overwritten)
+    thawed = thawed_flags(state) if drop else None
 
     def add_micro_batch(carry: Any, i: Any) -> tuple[Any, Any]:
         sums, largest, model_state = carry
@@ -148,7 +150,8 @@ def over_micro_batches(problem: Problem, n: int, drop: bool) -> tuple[Loss, PyTr
         weight = jnp.float32(loss.weight if static_weight is None else static_weight.value)
         take = weight != 0
         if drop:
-            take &= jnp.isfinite(loss.total) & jnp.isfinite(guard.global_norm(grads))
+            norm = guard.global_norm(guard.without_frozen(grads, thawed))
+            take &= jnp.isfinite(loss.total) & jnp.isfinite(norm)
         if loss.model_state is not None:
             check_model_state(loss.model_state, model_state)
             model_state = guard.choose(take, loss.model_state, model_state)

@@ -106,7 +106,8 @@ def migrate(
     Args:
       rule: the new rule, or the old rule to change only other options.
       params: another tree, for example a model with LoRA: leaves of the same name and shape keep
-        their optimizer state.
+        their optimizer state. Schedule-free rules and Prodigy have copies of params in it, and
+        the next step computes params from these: for leaves with other values, call `setup`.
       trainable, ema, precision, loss_scale, model_state, key: as in `setup`.
 
     The old state is not consumed. Raises the errors of `setup`, and StateError for populations,
@@ -199,13 +200,14 @@ def _with_masters(params, old: TrainState):
     """`params` with the old masters of stored leaves, and of leaves of their names and values."""
     if old.masters is None:
         return params
-    stored, master_by_id, master_by_name = trees.leaves_with_names(trained_part(old)), {}, {}
+    stored, master_by_id, by_name = trees.leaves_with_names(trained_part(old)), {}, {}
     for (name, _, x), master in zip(stored, jax.tree.leaves(old.masters), strict=True):
-        master_by_id[id(x)] = master_by_name["/".join(name)] = master
+        master_by_id[id(x)], by_name["/".join(name)] = master, (jax.typeof(x), master)
 
     def with_master(name: str, x: Any) -> Any:
-        master = master_by_name.get(name)
-        if id(x) in master_by_id or master is None or master.shape != np.shape(x):
+        kind, master = by_name.get(name, (None, None))
+        has_kind = kind and (kind.shape, kind.dtype) == (np.shape(x), trees.dtype_of(x))
+        if id(x) in master_by_id or not has_kind:
             return master_by_id.get(id(x), x)
         return masters_of(x, master)
 

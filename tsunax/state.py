@@ -246,7 +246,10 @@ def _moved_beside(master: Any, param: Any) -> Any:
 
 def masters_of(trained: PyTree, masters: PyTree) -> PyTree:
     """The masters of rounded leaves. A number that is the rounded old master keeps that master."""
+    from tsunax._core import placement
+
     masters = jax.tree.map(_moved_beside, trees.on_device(masters), trained)
+    trained = jax.tree.map(placement.moved_to, trained, masters)  # which `zero1` spreads further
     keep = lambda p, m, rounded: jnp.where(p == rounded, m, p.astype(m.dtype))
     return jax.tree.map(keep, trained, masters, trees.rounded_like(masters, trained))
 

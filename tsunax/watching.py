@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import Function, PyTree, Where, checks, patterns, trees
+from tsunax._core import Function, PyTree, Where, checks, patterns, placement, trees
 from tsunax.errors import HyperparameterError
 from tsunax.rules.leaf_owners import owners_of
 from tsunax.state import TrainState, master_params
@@ -276,14 +276,12 @@ def _numbers_of_arrays(names: Sequence[str], bins: int, arrays: Sequence[jax.Arr
     total = lambda f: sum((jnp.sum(f(x)) for x in arrays), jnp.float32(0))
     square = lambda x: jnp.square(x.real) + (jnp.square(x.imag) if jnp.iscomplexobj(x) else 0)
     # A maximum on a CPU ignores NaN in large arrays (docs/upstream.md).
-    nan_or_0 = lambda: jnp.where(total(lambda x: x != x) > 0, jnp.nan, 0)
+    largest = lambda: jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in arrays]))
     number_of = {
         "norm": lambda: jnp.sqrt(total(square)),
         "rms": lambda: jnp.sqrt(total(square) / size),
         "zeros": lambda: total(lambda x: x == 0) / size,
-        "max": lambda: (
-            jnp.max(jnp.stack([jnp.max(jnp.abs(x), initial=0) for x in arrays])) + nan_or_0()
-        ),
+        "max": lambda: jnp.where(total(lambda x: x != x) > 0, jnp.nan, largest()),
     }
     numbers = [jnp.stack([number_of[name]().astype(jnp.float32) for name in names])]
     return jnp.concatenate([*numbers, *([_histogram(arrays, bins)] if bins else [])])
@@ -317,7 +315,8 @@ def _if_any_due(measure: Function) -> Function:
     def f(due: jax.Array, arrays: Any) -> jax.Array:
         shape = jax.eval_shape(measure, arrays)
         # zeros that are computed from a value of the state, and so are on its mesh
-        skip = lambda arrays: jnp.broadcast_to(due.astype(shape.dtype), shape.shape)
+        zeros = lambda: jnp.broadcast_to(due.astype(shape.dtype), shape.shape)
+        skip = lambda arrays: placement.spread_like(zeros(), shape)
         return jax.lax.cond(due, measure, skip, arrays)
 
     measured = jax.custom_batching.custom_vmap(f)

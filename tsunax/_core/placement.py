@@ -244,6 +244,12 @@ def put_on_devices_of(params, tree):
     return jax.tree.map(put_leaf, tree)
 
 
+def moved_to(x, like):
+    """An array with the sharding and in the memory of a committed array; outside of a program."""
+    is_elsewhere = trees.is_placed(x) and trees.is_placed(like) and like.committed
+    return jax.device_put(x, like.sharding) if is_elsewhere else x
+
+
 def offloaded(x):
     """An array of a mesh in host memory; small arrays stay."""
     if not isinstance(getattr(x, "sharding", None), NamedSharding) or x.size < SMALL:
@@ -321,6 +327,12 @@ def stack_of_zeros(n: int, x):
         return zeros
     spec = PartitionSpec(None, *sharding.spec)
     return jax.sharding.reshard(zeros, NamedSharding(sharding.mesh, spec))
+
+
+def spread_like(x, like):
+    """The array with the explicit sharding of another (or of its shape), inside a program."""
+    sharding = jax.typeof(like).sharding
+    return jax.sharding.reshard(x, sharding) if is_explicit(sharding.mesh) else x
 
 
 def constants_like(x, tree):

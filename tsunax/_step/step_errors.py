@@ -13,7 +13,7 @@ import numpy as np
 
 from tsunax import errors, guard, losses
 from tsunax._core import Extra, PyTree, checks, placement, trees
-from tsunax._state import COUNTS
+from tsunax._state import COUNTS, thawed_flags
 from tsunax._step.loss_fn import CutsItsBatch, LossFn, inputs_of_loss_fn
 from tsunax.errors import NonFiniteError, StateError, hide_own_frames
 from tsunax.state import TrainState, split
@@ -150,7 +150,7 @@ def _gradient_program(step) -> Any:
         if drops:
             dropping = dataclasses.replace(step, on_nonfinite="drop")
             loss, _ = dropping.gradient(state, batch, **extra)
-        return grads, loss.dropped
+        return guard.without_frozen(grads, thawed_flags(state)), loss.dropped
 
     return jax.jit(gradients)
 

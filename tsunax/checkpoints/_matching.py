@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tsunax._core import dataflow, patterns, processes, trees
+from tsunax._core import dataflow, patterns, placement, processes, trees
 from tsunax._state import averages_of
 from tsunax.checkpoints import _blocks, checksums, leaves, merging, state_facts
 from tsunax.checkpoints.leaves import Damaged, Keys, Leaf, Tree, show
@@ -259,7 +259,7 @@ def restarted(state: TrainState, *, masters=None, **parts) -> TrainState:
     old, state = state, dataclasses.replace(state, masters=masters).replace(**parts)
     state = _with_new_copies(old, state)
     new_averages = {
-        name: trees.offloaded_like(x.starting_at(master_params(state)), x)
+        name: jax.tree.map(placement.moved_to, x.starting_at(master_params(state)), x)
         for name, x in averages_of(state).items()
     }
     return dataclasses.replace(state, **new_averages)
@@ -292,8 +292,11 @@ def _with_new_copies(old: TrainState, new: TrainState) -> TrainState:
             return dataclasses.replace(x, inner=inner)
         if new_copy is None:
             return x
-        chosen = jnp.where(old_copy == new_copy, trees.on_device(x), new_copy)
-        return trees.offloaded_like(chosen.astype(x.dtype), x)
+        on_device = trees.on_device(x)  # by `zero1` spread over more devices than its parameter
+        stays, new_copy = (
+            placement.moved_to(y, on_device) for y in (old_copy == new_copy, new_copy)
+        )
+        return placement.moved_to(jnp.where(stays, on_device, new_copy).astype(x.dtype), x)
 
     map_copies = functools.partial(jax.tree.map, updated, is_leaf=number_table.is_live)
     with_numbers = number_table.join_numbers(new.opt_state, new.numbers)

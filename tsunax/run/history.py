@@ -174,7 +174,8 @@ class History:
     def extend(self, columns: Mapping[str, np.ndarray], steps: np.ndarray) -> None:
         """Add rows for several steps: a faster `add`. Each of `columns` has a number for each step.
 
-        Raises RowError unless `steps` increase from beyond the last step, and as `check_names`.
+        Raises RowError unless `steps` increase from beyond the last step, for columns of another
+        shape, and as `check_names`.
 
         >>> history = History()
         >>> history.extend({"loss": np.array([0.5, 0.25])}, np.array([10, 20]))
@@ -183,7 +184,10 @@ class History:
         """
         steps = np.asarray(steps, np.int64)
         check_names(columns, "extend()")
-        columns = {name: np.broadcast_to(values, steps.shape) for name, values in columns.items()}
+        for name, values in columns.items():
+            if np.shape(values) != steps.shape:
+                expected = f"a number for each of {len(steps)} steps"
+                raise RowError(repr(name), "extend()", trees.describe(values), expected)
         if np.any(np.diff(np.append(self._steps[-1:], steps)) <= 0):
             raise RowError("rows", "history", f"steps from {steps[0]}", "steps that increase")
         while len(steps):

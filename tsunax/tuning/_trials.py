@@ -101,7 +101,8 @@ class Result:
         if self.trials and name not in self.rows[0]:
             raise TrialError(unknown("column", "Result", name, self.rows[0]))
         values = [row[name] for row in self.rows]
-        is_of_objects = any(isinstance(x, str | tuple) for x in values)  # each stays as it is
+        types = {*map(type, values)}
+        is_of_objects = tuple in types or (str in types and len(types) > 1)  # each stays as it is
         return np.fromiter(values, object) if is_of_objects else np.array(values)
 
     def __len__(self) -> int:
