@@ -124,7 +124,7 @@ def excess(tree: PyTree) -> jax.Array:
 LIMIT = np.iinfo(np.int32).max  # the last call that the clock counts
 
 
-class Policy(NamedTuple):
+class Reaction(NamedTuple):
     """What happens to a step that is not finite."""
 
     judges: bool = True  # `update` rejects the step
@@ -133,10 +133,10 @@ class Policy(NamedTuple):
 
 
 POLICIES = {
-    "skip": Policy(),
-    "raise": Policy(raises=True),
-    "ignore": Policy(judges=False),
-    "drop": Policy(drops=True),
+    "skip": Reaction(),
+    "raise": Reaction(raises=True),
+    "ignore": Reaction(judges=False),
+    "drop": Reaction(drops=True),
 }
 GOT = "got {}"
 

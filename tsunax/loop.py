@@ -82,7 +82,7 @@ def _raise_if_rejected(
     step: Step, state: PyTree, infos: Infos, feed: Any, steps: int, extra: Extra
 ) -> None:
     """Raise NonFiniteError under "raise" for a rejected step of a call. The state is after it."""
-    is_strict = isinstance(step, TrainStep) and step.policy.raises
+    is_strict = isinstance(step, TrainStep) and step.reaction.raises
     if not is_strict or trees.is_traced(infos.table):
         return
     verdicts = infos.stacked(state, slice(steps)).verdict

@@ -152,7 +152,7 @@ class TrainStep(GradientOptions):
         from tsunax._step.finite_state import FirstLook
 
         # a state that was not finite before is not looked for, or shows in the judged update
-        needs_no_look = not self.policy.judges or self.norms == "update"
+        needs_no_look = not self.reaction.judges or self.norms == "update"
         return FirstLook(self, looks_at_state=not needs_no_look)
 
     @property
@@ -240,7 +240,7 @@ class TrainStep(GradientOptions):
     def __call__(
         self, state: TrainState, batch: PyTree = None, **extra: Any
     ) -> tuple[TrainState, StepInfo]:
-        return self.call(state, batch, extra, raises=self.policy.raises)
+        return self.call(state, batch, extra, raises=self.reaction.raises)
 
     def call(
         self, state: TrainState, batch: PyTree, extra: Extra, *, raises: bool = False

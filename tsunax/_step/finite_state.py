@@ -26,7 +26,8 @@ LARGEST = {"float64": 2.0**900, "complex128": 2.0**900}
 DIVISOR = re.compile(r"\.(nu|sum_of_squares)\b")
 FIX = (
     "Steps do not look at updates that are made of them: take an older checkpoint, or start the "
-    "optimizer anew, restore(..., params_only=True). train_step(on_nonfinite='ignore') goes on."
+    "optimizer anew, restore(ts.setup(...), params_only=True). train_step(on_nonfinite='ignore') "
+    "goes on."
 )
 
 

@@ -127,7 +127,7 @@ def _loss_fn_of(options: GradientOptions, where: str) -> LossFn:
     is_whole = isinstance(loss_fn, CutsItsBatch)
     conflicts = {
         "on_nonfinite='drop' for a loss without micro-batches, of the whole batch or per example": (
-            options.policy.drops and (is_whole or per_example)
+            options.reaction.drops and (is_whole or per_example)
         ),
         "per_example=True over an axis of devices": per_example is True and options.axis_name,
         "per_example or noise_scale of a whole_batch loss": is_whole
@@ -157,7 +157,7 @@ def _strategy(options: GradientOptions) -> Strategy:
     elif n > 1:
         from tsunax.microbatches import over_micro_batches
 
-        strategy = functools.partial(over_micro_batches, n=n, drop=options.policy.drops)
+        strategy = functools.partial(over_micro_batches, n=n, drop=options.reaction.drops)
     if not options.per_example:
         return strategy
     from tsunax._step import per_example

@@ -74,7 +74,7 @@ class GradientOptions(MadeOfLossFn):
         return hash_of_fields(self)
 
     @property
-    def policy(self) -> guard.Policy:
+    def reaction(self) -> guard.Reaction:
         """What happens to a step that is not finite."""
         return guard.POLICIES[self.on_nonfinite]
 

@@ -152,7 +152,7 @@ def describe(
 
 def _verdict_text(step: TrainStep, state: Any) -> str:
     """The values that the verdict of a step looks at, and the reason."""
-    if not step.policy.judges:
+    if not step.reaction.judges:
         return "by nothing"
     if step.norms == "update":
         return "by loss, gradient and update: norms='update'"

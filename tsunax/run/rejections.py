@@ -24,7 +24,7 @@ class Rejections:
     def __init__(self, step: Step, state: PyTree, run: Run, max_bad: int) -> None:
         self.step: Step = step
         self.run: Run = run
-        self.raises: bool = isinstance(step, TrainStep) and step.policy.raises  # at any rejection
+        self.raises: bool = isinstance(step, TrainStep) and step.reaction.raises  # at any rejection
         self.max_bad: int = 1 if self.raises else max_bad
         self.has_ended_run: bool = False
         counts = np.atleast_2d(counts_of(state))
