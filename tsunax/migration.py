@@ -23,6 +23,7 @@ from jax.typing import ArrayLike
 from tsunax._core import Maybe, PyTree, Where, tables, trees
 from tsunax._core.placement import offloaded, put_on_devices_of
 from tsunax._state import averages_of, frozen_flags, frozen_words
+from tsunax._state.state_setup import masters_of
 from tsunax._step.finite_state import warn_if_not_finite
 from tsunax.averages import Average
 from tsunax.checkpoints import merging, state_facts
@@ -32,7 +33,7 @@ from tsunax.precision import LossScale, Policy
 from tsunax.rules import number_table, subtree_numbers
 from tsunax.rules.combining import PartitionState
 from tsunax.rules.leaf_owners import owners_in
-from tsunax.state import TrainState, check_state, master_params, masters_of, setup, trained_part
+from tsunax.state import TrainState, check_state, master_params, setup, trained_part
 from tsunax.states import refuse_population
 
 __all__ = ["Report", "migrate"]
@@ -153,16 +154,13 @@ def migrate(
     for carry in (_carry_cuts, _carry_numbers, _carry_averages, _carry_frozen):
         fresh = carry(state, fresh, notes)
     warn_if_not_finite(fresh, where)
-    report = Report(**{kind: tuple(names) for kind, names in notes.items()})
-    return cast(_State, fresh), report
+    return cast(_State, fresh), Report(**{kind: tuple(names) for kind, names in notes.items()})
 
 
 def _slots(state: TrainState) -> dict[int, _Slot]:
     """The leaves of an optimizer state by index, without tables of numbers and shared clocks."""
     named_leaves = enumerate(trees.leaves_with_names(master_params(state)))
-    name_and_path: dict[Any, Any] = {
-        k: ("/".join(name), tuple(path)) for k, (name, path, _) in named_leaves
-    }
+    name_and_path: Any = {k: ("/".join(name), (*path,)) for k, (name, path, _) in named_leaves}
     slots = {}
     with_tables = number_table.join_numbers(state.opt_state, state.numbers)
     leaves_with_paths = jtu.tree_flatten_with_path(with_tables)[0]
@@ -200,18 +198,17 @@ def _with_masters(params, old: TrainState):
     """`params` with the old masters of stored leaves, and of leaves of their names and values."""
     if old.masters is None:
         return params
-    stored, master_by_id, by_name = trees.leaves_with_names(trained_part(old)), {}, {}
+    by_id, by_name = dict[Any, Any](), dict[Any, Any]()
+    stored = trees.leaves_with_names(trained_part(old))
     for (name, _, x), master in zip(stored, jax.tree.leaves(old.masters), strict=True):
-        master_by_id[id(x)], by_name["/".join(name)] = master, (jax.typeof(x), master)
+        by_id[id(x)] = by_name["/".join(name), np.shape(x), trees.dtype_of(x)] = master
 
-    def with_master(name: str, x: Any) -> Any:
-        kind, master = by_name.get(name, (None, None))
-        has_kind = kind and (kind.shape, kind.dtype) == (np.shape(x), trees.dtype_of(x))
-        if id(x) in master_by_id or not has_kind:
-            return master_by_id.get(id(x), x)
-        return masters_of(x, master)
+    def with_master(name: tuple[str, ...], x: Any) -> Any:
+        master = by_name.get(("/".join(name), np.shape(x), trees.dtype_of(x)))
+        is_stored = id(x) in by_id
+        return by_id.get(id(x), x) if is_stored or master is None else masters_of(x, master)
 
-    leaves = [with_master("/".join(name), x) for name, _, x in trees.leaves_with_names(params)]
+    leaves = [with_master(name, x) for name, _, x in trees.leaves_with_names(params)]
     return jax.tree.structure(params).unflatten(leaves)
 
 

@@ -131,7 +131,7 @@ class TrainState(Clocked):
             fields.setdefault("params", params_with_trained(self, rounded))
         elif self.masters is not None and "params" in fields:
             trained = _selected_part(fields["params"], self.plan.selected)
-            fields["masters"] = masters_of(trained, self.masters)
+            fields["masters"] = state_setup.masters_of(trained, self.masters)
         for index, name in enumerate(COUNTS):
             if name in fields:
                 # no scatter: a mesh with explicit axes would need the sharding of its value
@@ -234,24 +234,6 @@ def master_params(state: TrainState) -> PyTree:
     if state.masters is not None:
         return state.masters
     return trained if policy is None else policy.wide(trained)
-
-
-def _moved_beside(master: Any, param: Any) -> Any:
-    """The master on the devices of its parameter."""
-    is_elsewhere = (
-        all(map(trees.is_placed, (master, param))) and master.devices() != param.devices()
-    )
-    return jax.device_put(master, param.sharding) if is_elsewhere else master
-
-
-def masters_of(trained: PyTree, masters: PyTree) -> PyTree:
-    """The masters of rounded leaves. A number that is the rounded old master keeps that master."""
-    from tsunax._core import placement
-
-    masters = jax.tree.map(_moved_beside, trees.on_device(masters), trained)
-    trained = jax.tree.map(placement.moved_to, trained, masters)  # which `zero1` spreads further
-    keep = lambda p, m, rounded: jnp.where(p == rounded, m, p.astype(m.dtype))
-    return jax.tree.map(keep, trained, masters, trees.rounded_like(masters, trained))
 
 
 def averaged(state: TrainState, average: str = "average") -> TrainState:

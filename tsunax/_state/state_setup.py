@@ -6,11 +6,12 @@ A step does not run this file. The methods of `TrainState` call it, so it does n
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 
 from tsunax import guard, reproduce
-from tsunax._core import Extra, checks, patterns, trees
+from tsunax._core import Extra, checks, patterns, placement, trees
 from tsunax._state import COUNTS, trained_count
 from tsunax.averages import as_average
 from tsunax.errors import (
@@ -227,3 +228,18 @@ def copied_like(new, old):
         return jax.device_put(x, y.sharding) if moves and x.ndim == y.ndim else x
 
     return jax.tree.map(placed_like, new, old)
+
+
+def masters_of(trained: Any, masters: Any) -> Any:
+    """The masters of rounded leaves. A number that is the rounded old master keeps that master."""
+    masters = jax.tree.map(_moved_beside, trees.on_device(masters), trained)
+    trained = jax.tree.map(placement.moved_to, trained, masters)  # which `zero1` spreads further
+    keep = lambda p, m, rounded: jnp.where(p == rounded, m, p.astype(m.dtype))
+    return jax.tree.map(keep, trained, masters, trees.rounded_like(masters, trained))
+
+
+def _moved_beside(master: Any, param: Any) -> Any:
+    """The master on the devices of its parameter."""
+    are_placed = trees.is_placed(master) and trees.is_placed(param)
+    is_elsewhere = are_placed and master.devices() != param.devices()
+    return jax.device_put(master, param.sharding) if is_elsewhere else master

@@ -174,8 +174,7 @@ class History:
     def extend(self, columns: Mapping[str, np.ndarray], steps: np.ndarray) -> None:
         """Add rows for several steps: a faster `add`. Each of `columns` has a number for each step.
 
-        Raises RowError unless `steps` increase from beyond the last step, for columns of another
-        shape, and as `check_names`.
+        Raises RowError for steps that do not increase, and for a column of another shape or name.
 
         >>> history = History()
         >>> history.extend({"loss": np.array([0.5, 0.25])}, np.array([10, 20]))
@@ -184,10 +183,9 @@ class History:
         """
         steps = np.asarray(steps, np.int64)
         check_names(columns, "extend()")
-        for name, values in columns.items():
-            if np.shape(values) != steps.shape:
-                expected = f"a number for each of {len(steps)} steps"
-                raise RowError(repr(name), "extend()", trees.describe(values), expected)
+        for name, x in columns.items():
+            if np.shape(x) != steps.shape:
+                raise RowError(repr(name), "extend()", trees.describe(x), f"{len(steps)} numbers")
         if np.any(np.diff(np.append(self._steps[-1:], steps)) <= 0):
             raise RowError("rows", "history", f"steps from {steps[0]}", "steps that increase")
         while len(steps):
@@ -222,8 +220,7 @@ class History:
         new_rows = np.cumsum(mask) - 1
         self._steps = _array("q", steps[mask])
         for name, (rows, values) in self._columns.items():
-            old_rows = np.array(rows)
-            stays = mask[old_rows]
+            stays = mask[old_rows := np.array(rows)]
             values = _array("d", np.array(values)[stays])
             self._columns[name] = _array("q", new_rows[old_rows[stays]]), values
 
