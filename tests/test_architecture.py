@@ -136,6 +136,24 @@ def size_module():
     return module
 
 
+MOST_LINES, MOST_LINES_OF_FUNCTION = 420, 60
+
+
+def too_long(package: Path) -> list[str]:
+    found = []
+    for path in sorted(package.rglob("*.py")):
+        text, place = path.read_text(), path.relative_to(package)
+        if (lines := text.count("\n")) > MOST_LINES:
+            found.append(f"{place} has {lines} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                body = node.body[1:] if ast.get_docstring(node) else node.body
+                lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
+                if lines > MOST_LINES_OF_FUNCTION:
+                    found.append(f"{place}: {node.name} has {lines} lines without its docstring")
+    return found
+
+
 def too_many_files(package: Path, needed: dict[str, int]) -> list[str]:
     """Who asks for what, if one call needs more files than it may."""
     size, known = size_module(), size_module().modules(package)
@@ -408,6 +426,18 @@ def test_a_file_too_many_is_named_with_who_asks_for_it(tmp_path):
         "  loop for ",
         "  state for step",
         "  step for loop",
+    ]
+
+
+def test_files_and_functions_are_short():
+    check(too_long(PACKAGE))
+
+
+def test_a_file_and_a_function_that_are_too_long_are_found(tmp_path):
+    long = "def f():\n" + "    x = 1\n" * (MOST_LINES_OF_FUNCTION + 1) + "\n" * MOST_LINES
+    assert too_long(write(tmp_path, {"short.py": "x = 1\n", "long.py": long})) == [
+        f"long.py has {long.count(chr(10))} lines",
+        f"long.py: f has {MOST_LINES_OF_FUNCTION + 1} lines without its docstring",
     ]
 
 
