@@ -527,8 +527,8 @@ CALLS = {
     ],
 )
 def test_every_way_to_train_looks_once(how):
-    if how == "explicit mesh" and jax.__version_info__ >= (0, 12):
-        pytest.skip("jax 0.12 has no gradient of an index over explicit axes without out_sharding=")
+    if how == "explicit mesh" and jax.__version_info__ >= (0, 11):
+        pytest.skip("since 0.11 jax has no gradient of an index over explicit axes without out_sharding=")
     masked = lambda p, b: jnp.sum(values(p, b) * b["m"]) / jnp.maximum(jnp.sum(b["m"]), 1)
     (text,) = warnings_of(lambda: CALLS[how](masked))
     assert "expected a mean over rows under accumulate=2" in text
