@@ -110,27 +110,30 @@ class _TextFile(_Log):
     def _ready(self, first: int | None = None) -> Iterator[None]:
         """A block in which the file is open and whole, and no other logger changes it."""
         folder = os.path.dirname(self.path)
-        with contextlib.ExitStack() as stack:
-            if not os.path.isdir(folder):  # `makedirs` takes ten times as long
-                os.makedirs(folder, exist_ok=True)
+        if not os.path.isdir(folder):  # `makedirs` takes ten times as long
+            os.makedirs(folder, exist_ok=True)
+        lock = -1
+        try:
             with contextlib.suppress(ImportError, OSError):  # not every system has such locks
                 import fcntl
 
                 lock = os.open(folder, os.O_RDONLY)
-                stack.callback(os.close, lock)
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if not self._is_whole():
                 self._open(first)
             yield
+        finally:
+            if lock >= 0:
+                os.close(lock)
 
     def _is_whole(self) -> bool:
         """Whether the open file still has this path, and its last line ends with a line break."""
-        if self._file is None or not os.path.exists(self.path):
-            return False
-        stat = os.fstat(self._file.fileno())
-        self._file.seek(max(stat.st_size - 1, 0))
-        ends_whole = self._file.read(1) in (b"\n", b"")  # b"": an empty file
-        return ends_whole and os.path.samestat(stat, os.stat(self.path))
+        stat = self._file and os.fstat(self._file.fileno())
+        with contextlib.suppress(FileNotFoundError):
+            if stat and os.path.samestat(stat, os.stat(self.path)):
+                self._file.seek(max(stat.st_size - 1, 0))
+                return self._file.read(1) in (b"\n", b"")  # b"": an empty file
+        return False
 
     def _open(self, first: int | None = None, names: Sequence[str] = ()) -> None:
         """Open the file after its repair: without a cut line, without rows of this run from step
@@ -256,13 +259,15 @@ class jsonl(_TextFile):
     media = True
 
     def __call__(self, row: Row, step: int) -> None:
-        row = {name: self._as_json(name, x, step) for name, x in row.items()}
-        line = json.dumps(_finite(self._full_row(row, step)))
+        row = self._full_row(row, step)
+        line = json.dumps({name: self._as_json(name, x, step) for name, x in row.items()})
         with self._ready():
             self._append(f"{line}\n".encode())
 
     def _as_json(self, name: str, value: Any, step: int) -> Any:
         """A number or a text; a histogram as a dict; the path of a new PNG file for an image."""
+        if isinstance(value, float):
+            return value if math.isfinite(value) else None  # JSON has no NaN
         if isinstance(value, Histogram):
             return {"counts": value.counts.tolist(), "edges": value.edges.tolist()}
         if not isinstance(value, Image):
@@ -277,7 +282,8 @@ class jsonl(_TextFile):
 
     def _note(self, settings: Mapping[str, Any]) -> None:
         if settings:
-            line = json.dumps({"settings": _finite(settings)}, default=str)
+            settings = {name: self._as_json(name, x, 0) for name, x in settings.items()}
+            line = json.dumps({"settings": settings}, default=str)
             self._append(f"{line}\n".encode())
 
     def _row(self, line: str) -> tuple[str, int] | None:
@@ -286,12 +292,6 @@ class jsonl(_TextFile):
                 row = json.loads(line)
                 return row.get(RUN_ID, ""), int(row["step"])
         return None
-
-
-def _finite(numbers: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity: None in their place."""
-    is_null = lambda x: isinstance(x, float) and not math.isfinite(x)
-    return {name: None if is_null(x) else x for name, x in numbers.items()}
 
 
 class tensorboard(_Log):
