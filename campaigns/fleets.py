@@ -175,7 +175,8 @@ def killed(fleet: Fleet, victim: int, counts) -> None:
         counts["false success"] += code == 0 and not fleet.lines("DIGEST", i)
         if f"process {victim} (host {socket.gethostname()}, pid {pid})" in text:
             counts["others ended, naming it"] += 1
-        elif victim == 0 and code == -signal.SIGABRT:  # JAX aborts a process that has lost process 0
+        # JAX's coordination service aborts a process that has lost process 0.
+        elif victim == 0 and code == -signal.SIGABRT and "CoordinationService" in text:
             counts["others aborted by JAX without process 0"] += 1
         elif "expected all of them" in text or "no answer" in text:
             counts["others waited for it in vain, and said so"] += 1
